@@ -10,8 +10,9 @@
 #   make lint        clang-format, ruff, mypy, and what the rooms of the source may use
 #   make fuzz        changed files and texts of every format, FUZZ_INPUTS of each
 #   make nvcc        compiles every .cu, if there is an nvcc
-#   make gpu-check   asks a GPU all that only a GPU can answer, in ten minutes (docs/gpu.md);
-#                    with DEVICE=checked the same on a device of the tests, which needs none
+#   make gpu-check   asks a GPU all that only a GPU can answer, in nine minutes (docs/gpu.md);
+#                    with DEVICE=checked the same on a device of the tests, which needs none;
+#                    GPU_CHECK_ARGS="--no-build --part 1" is for less time
 #   make docs        builds the site into build/docs, runs its notebook; docs-serve shows it on port
 #                    8000, docs-links asks every link of it
 #   make bench       the benchmarks; bench-smoke only sees whether they run
@@ -221,7 +222,7 @@ else
 gpu-check: CHECKING := $(PYTHON)
 endif
 gpu-check:
-	$(CHECKING) -m tests.gpu_check --device $(DEVICE) --json $(JSON)
+	$(CHECKING) -m tests.gpu_check --device $(DEVICE) --json $(JSON) $(GPU_CHECK_ARGS)
 
 # The root of the sources is the repository: docs/conf.py says why. -W: a warning is an error.
 SPHINX := OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W -n --keep-going -q -d build/docs-trees -c docs

@@ -14,6 +14,8 @@ from ..accelerator import module_of
 from .agreement import ControlPlane
 from .device_groups import backends_of
 
+_NCCL_THAT_SHARES = (2, 30)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
@@ -26,6 +28,7 @@ class DeviceFacts:
         visible: the environment's list of devices that the process may see, "" if there is none.
         uuid: the device's own name in the world, "" if it is not known.
         backend: of the process group for this type of device; None in one process, or without one.
+        can_be_shared: the process's NCCL was asked to let several ranks have one device, and can.
         local_rank: the launcher's number of the process on its machine, None if it gave none.
     """
 
@@ -35,6 +38,7 @@ class DeviceFacts:
     visible: str = ""
     uuid: str = ""
     backend: str | None = None
+    can_be_shared: bool = False
     local_rank: str | None = None
 
     @property
@@ -57,8 +61,17 @@ def facts_of(device: torch.device) -> DeviceFacts:
         visible=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         uuid=str(uuid),
         backend=backends_of().get(device.type) if dist.is_initialized() else None,
+        can_be_shared=device.type == "cuda" and nccl_shares_devices(),
         local_rank=os.environ.get("LOCAL_RANK"),
     )
+
+
+def nccl_shares_devices() -> bool:
+    """Whether NCCL lets several ranks have one device: from 2.30 on, if its variable says so."""
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1" or not dist.is_nccl_available():
+        return False
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return version[:2] >= _NCCL_THAT_SHARES
 
 
 def _has_index(device: torch.device) -> bool:
@@ -105,7 +118,8 @@ def check_apart(everyone: Sequence[DeviceFacts]) -> None:
                 f"{both} of the {facts.num_visible} that the process sees: without LOCAL_RANK each "
                 "process has to choose its own, by torch.accelerator.set_device_index(number)"
             )
-        if "nccl" in (facts.backend, everyone[first].backend):
+        share = facts.can_be_shared and everyone[first].can_be_shared
+        if "nccl" in (facts.backend, everyone[first].backend) and not share:
             raise ValueError(
                 f"{both}, and NCCL needs one for each process; init_process_group('gloo') lets "
                 "them share it"

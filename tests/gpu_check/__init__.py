@@ -1,1 +1,1 @@
-"""What a machine with a GPU is asked in ten minutes: ``python -m tests.gpu_check``."""
+"""What a machine with a GPU is asked in nine minutes: ``python -m tests.gpu_check``."""

@@ -1,6 +1,8 @@
 """Asks a device all that only a device can answer, and prints a table.
 
-    python -m tests.gpu_check [--device cuda] [--json PATH] [--only NAMES] [--seconds 585]
+    python -m tests.gpu_check [--device cuda] [--json PATH] [--no-build] [--part 1|2|3]
+        [--only NAMES] [--seconds 540]
+    python -m tests.gpu_check --report PATH
 
 docs/gpu.md says how to run it and how to read it. Needs torch, setuptools, wheel and ninja, and
 neither a network nor a virtual environment.
@@ -9,62 +11,61 @@ neither a network nor a virtual environment.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
+import signal
 import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from . import building
+from .goals import tables
 from .machine import machine
-from .running import Outcome, run_section
-from .section import Rows, Section, read_rows
-from .sections import BUILD, SECTIONS
+from .report import Report, show, summary
+from .running import Changed, Outcome, Recorded, run_section
+from .section import Rows, Section
+from .sections import BUILD, PART, PARTS, SECTIONS, WHOLE
 
-TOO_LATE = 5.0
-"""Seconds: a section that would have fewer is not begun."""
-
-
-def build(device: str, seconds: float) -> Outcome:
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        path = Path(folder) / "rows"
-        built = building.run(device, Rows(path, measures=True), min(BUILD.seconds, seconds))
-        rows = read_rows(path)
-    failure = "" if built else "nothing else can be asked"
-    return Outcome(BUILD.name, BUILD.passes_if, time.monotonic() - start, rows, failure)
+TOO_LATE = 8.0
+"""Seconds: a section that would have fewer is not begun, as its process takes most of them."""
 
 
-def show(outcome: Outcome) -> None:
-    """The section's part of the table."""
-    print(f"\n{outcome.name:14} {outcome.status:13} {outcome.seconds:5.1f} s   {outcome.passes_if}")
-    width = max((len(row.name) for row in outcome.rows), default=0)
-    for row in outcome.rows:
-        value = "" if row.value is None else f"{row.value:.4g}"
-        first, *more = row.detail.splitlines() or [""]
-        line = f"    {row.name:{width}}  {row.status:12}  {value:>9} {row.limit:8} {first}"
-        print(line.rstrip())
-        if row.status == "FAIL":
-            print(*(f"        {text}" for text in more), sep="\n")
-    if outcome.failure:
-        print(f"    FAIL: {outcome.failure}")
-        print(outcome.output)
-    sys.stdout.flush()
+def build(device: str, left: float, *, builds: bool, changed: Changed) -> Outcome:
+    """Builds the extension, or looks whether what is there can be used."""
+    recorded = Recorded(BUILD, changed)
+    with recorded.followed() as outcome:
+        rows = Rows(recorded.path, measures=True)
+        if not building.run(device, rows, BUILD.seconds, left=left, builds=builds):
+            outcome.failure = "nothing else can be asked"
+    return recorded.outcome
 
 
-def summary(outcomes: list[Outcome]) -> None:
-    print(f"\n{'section':14} {'result':13} {'seconds':>8}   passes if")
-    for outcome in outcomes:
-        head = f"{outcome.name:14} {outcome.status:13} {outcome.seconds:8.1f}"
-        print(f"{head}   {outcome.passes_if}")
+def limit_of(section: Section, behind: Sequence[Section], left: float) -> float:
+    """Its own seconds, and as many again of those that nobody needs by their limits."""
+    unused = left - section.seconds - sum(each.seconds for each in behind)
+    return min(left, section.seconds + min(max(unused, 0.0), section.seconds))
 
 
-def report(path: Path, where: dict[str, Any], outcomes: list[Outcome]) -> None:
-    sections = [dataclasses.asdict(each) | {"status": each.status} for each in outcomes]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**where, "sections": sections}, indent=1), encoding="utf-8")
+def ask(options: argparse.Namespace, report: Report, end: float) -> None:
+    """Builds, and runs one section after the other until the time is over."""
+    is_first = options.part in (None, 1)
+    builds = is_first and not options.no_build
+    built = build(options.device, end - time.monotonic(), builds=builds, changed=report.put)
+    show(built)
+    pictures = options.json.parent.resolve() if options.json is not None else None
+    for number, section in enumerate(options.only):
+        left = end - time.monotonic()
+        if built.failure or left < TOO_LATE:
+            report.put(not_begun(section, built.failure or "no time was left"))
+            continue
+        seconds = limit_of(section, options.only[number + 1 :], left)
+        outcome = run_section(
+            section, options.device, seconds, changed=report.put, pictures=pictures
+        )
+        show(outcome)
+
+
+def not_begun(section: Section, why: str) -> Outcome:
+    return Outcome(section.name, section.passes_if, 0.0, [], f"not begun: {why}")
 
 
 def chosen(text: str) -> list[Section]:
@@ -76,33 +77,52 @@ def chosen(text: str) -> list[Section]:
     return [known[name] for name in names]
 
 
-def main() -> int:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "checked"), default="cuda")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
-    parser.add_argument("--only", type=chosen, default=list(SECTIONS), help="names, by comma")
-    parser.add_argument("--seconds", type=float, default=585.0, help="for everything (%(default)s)")
+    parser.add_argument(
+        "--no-build", action="store_true", help="use the build that is there, if it can be imported"
+    )
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument(
+        "--part", type=int, choices=tuple(PARTS), help="2 and 3 use the build that is there"
+    )
+    some.add_argument("--only", type=chosen, help="names of sections, by comma")
+    parser.add_argument(
+        "--seconds", type=float, help=f"for everything: {WHOLE:g}, and {PART:g} for a part"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="PATH", help="print the documents' tables from such a JSON"
+    )
     options = parser.parse_args()
+    if options.only is None:
+        options.only = list(SECTIONS if options.part is None else PARTS[options.part])
+    if options.seconds is None:
+        options.seconds = WHOLE if options.part is None else PART
+    return options
+
+
+def main() -> int:
+    options = parse()
+    if options.report is not None:
+        print(tables(options.report))
+        return 0
     end = time.monotonic() + options.seconds
     where = machine(options.device)
     print(f"{where['device']}; torch {where['torch']}, Python {where['python']}", flush=True)
-    outcomes = [build(options.device, options.seconds)]
-    show(outcomes[0])
-    for section in options.only:
-        left = end - time.monotonic()
-        if outcomes[0].failure or left < TOO_LATE:
-            why = "not begun: " + (outcomes[0].failure or "no time was left")
-            outcomes.append(Outcome(section.name, section.passes_if, 0.0, [], why))
-            continue
-        outcomes.append(run_section(section, options.device, min(section.seconds, left)))
-        show(outcomes[-1])
-        if options.json is not None:  # also for whom the machine is taken from
-            report(options.json, where, outcomes)
-    summary(outcomes)
-    if options.json is not None:
-        report(options.json, where, outcomes)
-    return int(any(outcome.status == "FAIL" for outcome in outcomes))
+    report = Report(options.json, where)
+    try:
+        ask(options, report, end)
+    except KeyboardInterrupt:  # what was running says so itself
+        asked = {outcome.name for outcome in report.outcomes}
+        for section in options.only:
+            if section.name not in asked:
+                report.put(not_begun(section, "interrupted"))
+    summary(report.outcomes)
+    return int(any(outcome.status == "FAIL" for outcome in report.outcomes))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whose time is over is told so first
     sys.exit(main())

@@ -18,10 +18,11 @@ class Device(NamedTuple):
 
     type: str
     name: str
+    number: int = 0
 
     @property
     def torch(self) -> torch.device:
-        return torch.device(self.type, 0)
+        return torch.device(self.type, self.number)
 
     @property
     def is_gpu(self) -> bool:
@@ -31,6 +32,15 @@ class Device(NamedTuple):
     def module(self) -> Any:
         """``torch.cuda``, or what torch calls so for another type."""
         return torch.get_device_module(self.type)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the package was built with what it has for this device: passes, graphs, rings.
+
+        Another device than a GPU brings its own, of which passes are none.
+        """
+        built = importlib.import_module("pipedream2bw._build_info")
+        return not self.is_gpu or bool(built.WITH_CUDA)
 
     def synchronize(self) -> None:
         self.module.synchronize()
@@ -48,13 +58,25 @@ class Device(NamedTuple):
         if self.is_gpu:
             torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
 
-    def seconds_of(self, work: Callable[[], object], *, times: int = 1) -> float:
-        """How long the device is at work, which has been done once before."""
+    def seconds_of(
+        self,
+        work: Callable[[], object],
+        *,
+        times: int = 1,
+        finish: Callable[[], object] = lambda: None,
+    ) -> float:
+        """How long the device is at work, which has been done once before.
+
+        Args:
+            finish: returns when other threads have given the device all of the work.
+        """
         work()
+        finish()
         self.synchronize()
         start = time.perf_counter()
         for _ in range(times):
             work()
+        finish()
         self.synchronize()
         return (time.perf_counter() - start) / times
 

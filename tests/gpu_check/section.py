@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
+import threading
+import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 Status = Literal["pass", "FAIL", "not measured", "not there", "noted"]
+
+KEPT = 20_000
+"""Characters of a detail, of which a failed process's output is one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +24,7 @@ class Section:
     """A question to the device.
 
     Attributes:
-        seconds: after so many the section has failed.
+        seconds: after so many the section has failed; more where others have left time.
         passes_if: what its rows say, for the table.
         function: "module:name", called with a ``Device`` and ``Rows``.
         environment: variables of its process.
@@ -45,11 +54,28 @@ class Rows:
     Args:
         measures: the device is one whose figures mean something. Of another a figure is taken, to
             see that it can be, and not written down.
+        seconds: after so many the section has failed.
+        pictures: a folder for what a section draws; None: nobody wants it.
     """
 
-    def __init__(self, path: Path, *, measures: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        measures: bool,
+        seconds: float = math.inf,
+        pictures: Path | None = None,
+    ) -> None:
         self._path = path
         self._measures = measures
+        self._end = time.monotonic() + seconds
+        self._writing = threading.Lock()  # several threads may ask
+        self.pictures = pictures
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the section has failed."""
+        return self._end - time.monotonic()
 
     def check(self, name: str, passed: bool, detail: str = "") -> None:
         self._write(Row(name, "pass" if passed else "FAIL", detail=detail))
@@ -81,12 +107,24 @@ class Rows:
     def note(self, name: str, detail: str) -> None:
         self._write(Row(name, "noted", detail=detail))
 
+    @contextlib.contextmanager
+    def guarded(self, name: str) -> Iterator[None]:
+        """What raises inside is a row that fails; the section's others are asked all the same."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.check(name, False, f"{type(error).__name__}: {error}")
+
     def _write(self, row: Row) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        row = dataclasses.replace(row, detail=row.detail[:KEPT])
+        with self._writing, self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dataclasses.asdict(row)) + "\n")
 
 
 def read_rows(path: Path) -> list[Row]:
+    """All that were written; one that is being written now is left out."""
     if not path.exists():
         return []
-    return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [Row(**json.loads(line)) for line in whole.splitlines()]

@@ -162,18 +162,24 @@ def by_processes(
     num_stages: int,
     num_microbatches: int,
     timeout: float,
+    look: Callable[[pd2.PipelineModule], object] = lambda pipe: None,
+    **options: Any,
 ) -> Trajectory:
-    """Every process of the default group calls it."""
+    """Every process of the default group calls it. ``look`` is called at the end."""
     with pd2.PipelineModule(
         task.model(),
         task.loss_fn,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         example_args=batches[0].args,
+        split=task.split(num_stages),
         timeout=timeout,
+        **options,
     ) as pipe:
         opt = pd2.PipelineOptimizer(sgd_of(device, pipe.parameters()))
-        return go_on(pipe, opt, batches)
+        trained = go_on(pipe, opt, batches)
+        look(pipe)
+        return trained
 
 
 def by_definition(task: Task, batches: list[Batch], case: Case) -> Trajectory:

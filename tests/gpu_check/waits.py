@@ -39,16 +39,21 @@ class Waits:
 def run(device: Device, rows: Rows) -> None:
     for clips in (False, True):
         what = "with clipping" if clips else "without clipping"
-        waits = count(device, clips=clips)
-        rows.check(f"{what}: the caller's waits", waits.by_python == 0, str(waits.by_python))
-        others = waits.by_engine
-        # CUDA counts copies that a host waits for, the checked device waits for events, too.
-        at_most = LOSSES + NORMS * clips + FENCES * (device.type == "checked")
-        rows.check(
-            f"{what}: waits of all other threads",
-            others <= at_most * (STEADY + 1),  # a batch that began before may end meanwhile
-            f"{others / STEADY:g} a batch",
-        )
+        with rows.guarded(what):
+            judge(device, rows, what, clips=clips)
+
+
+def judge(device: Device, rows: Rows, what: str, *, clips: bool) -> None:
+    waits = count(device, clips=clips)
+    rows.check(f"{what}: the caller's waits", waits.by_python == 0, str(waits.by_python))
+    others = waits.by_engine
+    # CUDA counts copies that a host waits for, the checked device waits for events, too.
+    at_most = LOSSES + NORMS * clips + FENCES * (device.type == "checked")
+    rows.check(
+        f"{what}: waits of all other threads",
+        others <= at_most * (STEADY + 1),  # a batch that began before may end meanwhile
+        f"{others / STEADY:g} a batch",
+    )
 
 
 def count(device: Device, *, clips: bool) -> Waits:

@@ -93,6 +93,7 @@ def run_ranks(
     rank_environment: bool | None = None,
     expect_failure: bool = False,
     imported: Sequence[str] = (),
+    fresh: bool = False,
 ) -> list[RankResult]:
     """Runs ``target`` on ``world_size`` ranks at once and waits for all of them.
 
@@ -112,6 +113,8 @@ def run_ranks(
             and no exception is raised for a failure.
         imported: modules that take long to import, and start no thread: one process imports them,
             of which all ranks of all such calls are forked.
+        fresh: each rank is a new Python instead, which takes seconds: for a GPU, whose libraries
+            may start threads when they are imported.
 
     Raises:
         RankError: a rank failed (or none did, with ``expect_failure``), or the timeout passed;
@@ -132,7 +135,7 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 variables = _environment(rank, world_size, rank_environment, store, env or {})
-                ranks.append(start_rank(folder, rank, variables, imported))
+                ranks.append(start_rank(folder, rank, variables, imported, fresh=fresh))
             hung = _wait(ranks, timeout, expect_failure)
         finally:
             for process in ranks:

@@ -1,7 +1,8 @@
 """Processes of ranks, forked from one process that has imported torch and done nothing else.
 
 Importing torch takes a processor longer than most tests, and a test run starts hundreds of ranks.
-No rank inherits torch's threads: the process that is forked has started none.
+No rank inherits torch's threads: the process that is forked has started none. Where the import may
+start threads or touch a GPU, which no fork survives, a rank is a Python of its own instead.
 """
 
 from __future__ import annotations
@@ -53,18 +54,27 @@ class RankProcess:
             time.sleep(0.01)
 
 
+_FRESH = "--fresh"
 _asking = threading.Lock()
 _templates: dict[tuple[str, ...], subprocess.Popen[str]] = {}
 """By what they have imported beside ``PRELOADED``."""
 
 
 def start_rank(
-    folder: Path, rank: int, variables: Mapping[str, str], imported: Sequence[str] = ()
+    folder: Path,
+    rank: int,
+    variables: Mapping[str, str],
+    imported: Sequence[str] = (),
+    *,
+    fresh: bool = False,
 ) -> RankProcess:
     """A process in which ``launch.run_rank(folder, rank)`` runs, with these variables alone.
 
-    Its output goes to ``folder``/stdout<rank> and stderr<rank>. It has ``imported`` these modules.
+    Its output goes to ``folder``/stdout<rank> and stderr<rank>. It has ``imported`` these modules,
+    or is ``fresh``: a new Python, which has imported none.
     """
+    if fresh:
+        return _start_fresh(folder, rank, variables)
     with _asking:  # several threads may start ranks
         return _start_rank(folder, rank, variables, tuple(imported))
 
@@ -94,6 +104,34 @@ def _start_rank(
     return RankProcess(rank, int(template.stdout.readline()), exit_file)
 
 
+def _start_fresh(folder: Path, rank: int, variables: Mapping[str, str]) -> RankProcess:
+    """The calling thread lives until the rank has ended: the kernel ends it with this thread."""
+    exit_file = folder / f"exit{rank}"
+    with (folder / f"stdout{rank}").open("w") as out, (folder / f"stderr{rank}").open("w") as error:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, _FRESH, str(os.getpid()), str(folder), str(rank)],
+            cwd=ROOT,
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=error,
+            start_new_session=True,
+        )
+
+    def note_end() -> None:
+        _write_exit_code(exit_file, process.wait())
+
+    threading.Thread(target=note_end, name=f"end of rank {rank}", daemon=True).start()
+    return RankProcess(rank, process.pid, exit_file)
+
+
+def _write_exit_code(exit_file: Path, code: int) -> None:
+    partial = exit_file.with_suffix(".partial")
+    with contextlib.suppress(FileNotFoundError):  # nobody asks any more
+        partial.write_text(str(code))
+        partial.rename(exit_file)
+
+
 def _serve(parent: int, imported: Sequence[str]) -> Callable[[], None] | None:
     """Forks a rank for each request. Returns in the ranks, with what is to be run there."""
     _end_with_parent(parent)
@@ -118,9 +156,7 @@ def _serve(parent: int, imported: Sequence[str]) -> Callable[[], None] | None:
         for pid in list(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                partial = running[pid].with_suffix(".partial")
-                partial.write_text(str(os.waitstatus_to_exitcode(status)))
-                partial.rename(running.pop(pid))
+                _write_exit_code(running.pop(pid), os.waitstatus_to_exitcode(status))
 
 
 def _become(folder: Path, rank: int, variables: dict[str, str], parent: int) -> None:
@@ -134,15 +170,24 @@ def _become(folder: Path, rank: int, variables: dict[str, str], parent: int) -> 
         file = os.open(path, flags, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path += variables.get("PYTHONPATH", "").split(os.pathsep)  # read when Python began
+    random.seed()
+    _run(folder, rank)
+
+
+def _become_fresh(folder: Path, rank: int, parent: int) -> None:
+    _end_with_parent(parent)
+    _run(folder, rank)
+
+
+def _run(folder: Path, rank: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    os.environ.clear()
-    os.environ.update(variables)
-    sys.path += variables.get("PYTHONPATH", "").split(os.pathsep)  # read when Python began
     os.chdir(folder)
-    random.seed()
     from tests.runs.launch import run_rank
 
     run_rank(folder, rank)
@@ -157,7 +202,9 @@ def _end_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1] == _FRESH:
+    _become_fresh(Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[2]))
+elif __name__ == "__main__":
     run = _serve(int(sys.argv[1]), sys.argv[2:])
     if run is not None:
         run()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu_check import __main__ as command
+from tests.gpu_check import running
 from tests.gpu_check.device import Device
-from tests.gpu_check.running import Outcome, run_section
-from tests.gpu_check.section import Rows, Section, read_rows
-from tests.gpu_check.sections import BUILD, SECTIONS
+from tests.gpu_check.running import Changed, Outcome, run_section
+from tests.gpu_check.section import Row, Rows, Section, read_rows
+from tests.gpu_check.sections import BUILD, PART, PARTS, SECTIONS, WHOLE
 
 
 def section(function: str, name: str = "made") -> Section:
@@ -90,20 +94,153 @@ def test_a_section_that_says_nothing_has_failed() -> None:
     assert Outcome("made", "", 1.0, []).status == "FAIL"
 
 
+def waits_for_the_report(device: Device, rows: Rows) -> None:
+    """Passes once the JSON has the row that it has written, while it still runs."""
+    rows.check("written before", True)
+    assert rows.pictures is not None
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        (outcome,) = json.loads((rows.pictures / "out.json").read_text())["sections"][1:] or [{}]
+        if [row["name"] for row in outcome.get("rows", [])] == ["written before"]:
+            rows.check("it is in the report", outcome["status"] == "running", outcome["status"])
+            return
+        time.sleep(0.05)
+
+
+def guards(device: Device, rows: Rows) -> None:
+    with rows.guarded("a row"):
+        raise ZeroDivisionError("on purpose")
+    rows.check("the one behind it", True)
+
+
+def command_on(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *sections: Section,
+    failure: str = "",
+    options: tuple[str, ...] = (),
+) -> list[dict[str, Any]]:
+    """What the check writes about these sections, by a build of this outcome."""
+
+    def built(device: str, left: float, *, builds: bool, changed: Changed) -> Outcome:
+        outcome = Outcome("build", "", 0.0, [Row("built", "pass")], failure)
+        changed(outcome)
+        return outcome
+
+    monkeypatch.setattr(command, "build", built)
+    monkeypatch.setattr(command, "SECTIONS", sections)
+    monkeypatch.setattr(
+        sys, "argv", ["check", "--device", "checked", "--json", str(path), *options]
+    )
+    code = command.main()
+    found: list[dict[str, Any]] = json.loads(path.read_text())["sections"][1:]
+    assert code == int(any(each["status"] == "FAIL" for each in found) or bool(failure))
+    return found
+
+
 @pytest.mark.parametrize("why", ["the build", "the deadline"])
 def test_what_is_not_begun_has_failed(
     why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def built(device: str, seconds: float) -> Outcome:
-        return Outcome("build", "", 0.0, [], "no compiler" if why == "the build" else "")
-
-    path = tmp_path / "out.json"
-    monkeypatch.setattr(command, "build", built)
-    monkeypatch.setattr(
-        sys, "argv", ["check", "--device", "checked", "--json", str(path), "--seconds", "4"]
+    found = command_on(
+        tmp_path / "out.json",
+        monkeypatch,
+        *SECTIONS,
+        failure="no compiler" if why == "the build" else "",
+        options=("--seconds", "60" if why == "the build" else "4"),
     )
-    assert command.main() == 1
-    sections = json.loads(path.read_text())["sections"][1:]
-    assert len(sections) == len(SECTIONS)
-    assert all(each["status"] == "FAIL" for each in sections)
-    assert all("not begun" in each["failure"] for each in sections)
+    assert len(found) == len(SECTIONS)
+    assert all(each["status"] == "FAIL" for each in found)
+    assert all("not begun" in each["failure"] for each in found)
+
+
+def test_whatever_is_raised_while_a_section_is_started_is_its_failure_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the ValueError of a process to fork from, which says no number."""
+    run_ranks = running.run_ranks
+
+    def start(*args: Any, **options: Any) -> Any:
+        if options["args"][0].endswith("misses"):
+            raise ValueError("no process")
+        return run_ranks(*args, **options)
+
+    monkeypatch.setattr(running, "run_ranks", start)
+    found = command_on(
+        tmp_path / "out.json", monkeypatch, section("misses", "first"), section("passes", "second")
+    )
+    assert [each["status"] for each in found] == ["FAIL", "pass"]
+    assert found[0]["failure"] == "ValueError: no process"
+
+
+def test_an_interrupt_ends_the_check_with_all_that_was_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_ranks = running.run_ranks
+
+    def start(*args: Any, **options: Any) -> Any:
+        if options["args"][0].endswith("misses"):
+            raise KeyboardInterrupt
+        return run_ranks(*args, **options)
+
+    monkeypatch.setattr(running, "run_ranks", start)
+    names = {"first": "passes", "second": "misses", "third": "passes"}
+    sections = [section(function, name) for name, function in names.items()]
+    found = command_on(tmp_path / "out.json", monkeypatch, *sections)
+    assert [each["status"] for each in found] == ["pass", "FAIL", "FAIL"]
+    failures = ["", "interrupted", "not begun: interrupted"]
+    assert [each["failure"] for each in found] == failures
+
+
+def test_the_report_is_written_after_every_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (found,) = command_on(tmp_path / "out.json", monkeypatch, section("waits_for_the_report"))
+    assert [row["name"] for row in found["rows"]][:2] == ["written before", "it is in the report"]
+    assert found["status"] == "pass"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]  # and nothing half written
+
+
+def test_a_row_that_raises_fails_and_the_one_behind_it_is_asked() -> None:
+    outcome = run_section(section("guards"), "checked", 60.0)
+    assert [(row.name, row.status) for row in outcome.rows][:2] == [
+        ("a row", "FAIL"),
+        ("the one behind it", "pass"),
+    ]
+    assert outcome.rows[0].detail == "ZeroDivisionError: on purpose"
+
+
+def test_the_limits_fit_into_the_whole_and_the_parts() -> None:
+    assert tuple(each for part in PARTS.values() for each in part) == SECTIONS
+    assert len({each.name for each in SECTIONS}) == len(SECTIONS)
+    assert sum(each.seconds for each in SECTIONS) <= WHOLE
+    for number, part in PARTS.items():
+        assert sum(each.seconds for each in part) <= (PART if number > 1 else PART / 2)
+
+
+def test_a_section_may_take_what_others_need_not_up_to_as_much_again() -> None:
+    first, second, third = (Section("made", seconds, "", "") for seconds in (20.0, 30.0, 40.0))
+    assert command.limit_of(first, [second, third], left=90.0) == 20
+    assert command.limit_of(first, [second, third], left=95.0) == 25
+    assert command.limit_of(first, [second, third], left=500.0) == 40
+    assert command.limit_of(third, [], left=12.0) == 12
+
+
+def test_the_check_itself_imports_no_torch() -> None:
+    """It may be broken, or start threads, or touch the GPU that its processes are to use."""
+    asked = "import sys, tests.gpu_check.__main__; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
+
+
+def test_time_is_taken_until_other_threads_have_given_the_device_their_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pipeline's calls return before: the device may be idle when it is asked."""
+    did: list[str] = []
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda: did.append("synchronize"))
+    Device("cpu", "").seconds_of(
+        lambda: did.append("work"), times=2, finish=lambda: did.append("finish")
+    )
+    once = ["work", "finish", "synchronize"]
+    assert did == [*once, "work", *once]

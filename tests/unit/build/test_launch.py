@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -51,6 +52,11 @@ def main(rank, world_size, folder):
         time.sleep(600)
 """
 
+
+def modules_and_parent(rank: int, world_size: int) -> tuple[bool, int]:
+    return "torch.distributed.pipelining" in sys.modules, os.getppid()
+
+
 RANK_ONE_KILLS_ITSELF = """
 import os
 def main(rank, world_size):
@@ -89,16 +95,38 @@ def test_failure_shows_every_ranks_output() -> None:
         assert f"output of {rank}" in str(caught.value)
 
 
-def test_expected_failure_returns_exit_codes() -> None:
-    results = run_ranks(RANK_ONE_KILLS_ITSELF, 2, rendezvous="none", expect_failure=True)
+def test_fresh_ranks_are_not_forked_and_meet_all_the_same() -> None:
+    forked, fresh = (
+        run_ranks(modules_and_parent, 1, rendezvous="none", fresh=fresh)[0].value
+        for fresh in (False, True)
+    )
+    assert forked[0]
+    assert fresh == (False, os.getpid())
+    for result in run_ranks(sum_over_ranks, 2, args=[1.5], fresh=True):
+        assert result.value[1].tolist() == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_expected_failure_returns_exit_codes(fresh: bool) -> None:
+    results = run_ranks(
+        RANK_ONE_KILLS_ITSELF, 2, rendezvous="none", expect_failure=True, fresh=fresh
+    )
     assert [result.exit_code for result in results] == [0, -9]
     with pytest.raises(RankError, match="no rank failed"):
         run_ranks("def main(*_): pass", 1, rendezvous="none", expect_failure=True)
 
 
-def test_timeout_dumps_stacks_and_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_timeout_dumps_stacks_and_leaves_no_process(tmp_path: Path, fresh: bool) -> None:
     with pytest.raises(RankError, match=r"ranks \[1\] did not end within 8.0 s") as caught:
-        run_ranks(ONLY_RANK_ZERO_ENDS, 2, args=[str(tmp_path)], timeout=8.0, rendezvous="none")
+        run_ranks(
+            ONLY_RANK_ZERO_ENDS,
+            2,
+            args=[str(tmp_path)],
+            timeout=8.0,
+            rendezvous="none",
+            fresh=fresh,
+        )
     assert "in main" in caught.value.results[1].stderr
     pids = [int(word) for file in tmp_path.iterdir() for word in file.read_text().split()]
     assert len(pids) == 4

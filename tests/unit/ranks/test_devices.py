@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pipedream2bw import _C
@@ -15,6 +16,7 @@ from pipedream2bw.ranks.devices import (
     check_apart,
     check_device,
     check_sums,
+    nccl_shares_devices,
 )
 from pipedream2bw.ranks.joining import join_world
 
@@ -47,6 +49,35 @@ def test_two_ranks_on_one_device_are_refused_with_nccl_alone() -> None:
     with pytest.raises(ValueError, match="rank 1: cuda:1 of one, rank 2: cuda:0 of one: this is"):
         check_apart([other, FACTS, seen_alone])
     check_apart([changed(backend="gloo"), changed(backend="gloo")])
+
+
+def test_nccl_that_both_ranks_have_asked_to_share_a_device_may() -> None:
+    shares = changed(can_be_shared=True)
+    check_apart([shares, shares])
+    for pair in ([shares, FACTS], [FACTS, shares]):
+        with pytest.raises(ValueError, match="this is one device, and NCCL needs one for each"):
+            check_apart(pair)
+
+
+@pytest.mark.parametrize(
+    ("asked", "version", "shares"),
+    [
+        ("1", (2, 30, 3), True),
+        ("1", (3, 0), True),
+        ("1", (2, 29, 7), False),
+        ("0", (2, 30, 3), False),
+        (None, (2, 30, 3), False),
+    ],
+)
+def test_nccl_shares_devices_from_2_30_on_if_it_is_asked_to(
+    asked: str | None, version: tuple[int, ...], shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", asked)
+    assert nccl_shares_devices() == shares
 
 
 def test_without_local_rank_processes_that_see_all_devices_have_to_choose_their_own() -> None:
