@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._C import Schedule
+from ..accelerator import with_index
 from ..checks import check_number, check_whole_number
 from ..model.metrics import Metric
 from ..planning.arguments import check_optimizer_device
@@ -151,7 +152,7 @@ def stage_devices(
         raise ValueError(
             f"devices: {len(devices)} given, num_stages: {num_stages}: one for each stage"
         )
-    return [torch.device(device) for device in devices]
+    return [with_index(torch.device(device)) for device in devices]
 
 
 def what_to_recompute(recompute: object, schedule: Schedule) -> tuple[list[bool], tuple[str, ...]]:

@@ -95,6 +95,11 @@ def test_nobody_waits_but_for_losses_norms_and_so_as_not_to_run_ahead(
     )
 
 
+def test_the_current_device_is_the_one_of_its_number() -> None:
+    found = ask(SKIPS, 2, {}, devices=["checked", HOME])
+    assert not [each for each in found if "between devices" in each.name]
+
+
 def test_messages_come_before_the_stages_own_work() -> None:
     """A device's other streams have the lowest of its two priorities."""
     found = ask(SKIPS, 2, {})

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import pipedream2bw as pd2
 from pipedream2bw.runtime.graphs import StageGraphs
@@ -58,7 +60,38 @@ def read(x: torch.Tensor) -> torch.Tensor:
 
 
 def draw(x: torch.Tensor) -> torch.Tensor:
-    return x + 0 * torch.rand_like(x)
+    return F.dropout(x, 0.25)
+
+
+def draw_more(x: torch.Tensor) -> torch.Tensor:
+    """Draws of every kind of operator: fused dropout, and those that take a generator."""
+    order = torch.randperm(x.shape[0], device=x.device)
+    some = torch.bernoulli(torch.full_like(x, 0.75))
+    return F.dropout(x[order], 0.25) * some + 0.1 * torch.rand_like(x)
+
+
+def attend(kind: str) -> Act:
+    """Attention that drops, as torch's kernel of that kind computes it."""
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float32 if kind == "EFFICIENT_ATTENTION" else torch.bfloat16
+        heads = x.to(dtype).view(8, -1, 1, WIDTH).transpose(1, 2)
+        with sdpa_kernel(getattr(SDPBackend, kind)):
+            mixed = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.25)
+        return mixed.transpose(1, 2).reshape(x.shape).to(x.dtype)
+
+    return act
+
+
+def draw_in_checkpoint(x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = checkpoint(draw, x, use_reentrant=False)
+    return result
+
+
+def draw_by_own(x: torch.Tensor) -> torch.Tensor:
+    """By a generator that is new in every call: it draws the same numbers each time."""
+    own = torch.Generator(x.device).manual_seed(7)
+    return x + torch.rand(x.shape, generator=own, device=x.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +106,32 @@ class Training:
     """A timeline is made and a checkpoint saved while graphs are recorded."""
     empties: bool = False
     """The caller gives the allocator's cache back again and again."""
+    caller_draws: bool = True
+    """Beside stages that draw by operators without a generator it would shift their numbers."""
 
 
 TRAININGS = {
     "all is recorded": Training(),
     "the host reads numbers in a forward": Training(read, is_recorded=False),
     "the host reads numbers in a backward": Training(in_backward(read), is_recorded=False),
-    "a forward draws": Training(draw, is_recorded=False),
-    "a backward draws": Training(in_backward(draw), is_recorded=False),
+    "a forward draws": Training(draw, caller_draws=False),
+    "a forward draws in many ways": Training(draw_more, caller_draws=False),
+    "a forward draws, the optimizer on the host": Training(draw, on_host=True, caller_draws=False),
+    "a forward draws in a checkpoint": Training(
+        draw_in_checkpoint, is_recorded=False, caller_draws=False
+    ),
+    "a forward draws by its own generator": Training(draw_by_own, is_recorded=False),
+    "a backward draws": Training(in_backward(draw), is_recorded=False, caller_draws=False),
     "the optimizer is on the host": Training(on_host=True),
     "a timeline, and a checkpoint in every batch": Training(looks=True),
     "empty_cache() all along": Training(empties=True),
+}
+OF_A_GPU = {
+    "flash attention drops": Training(attend("FLASH_ATTENTION"), caller_draws=False),
+    "cuDNN's attention drops": Training(attend("CUDNN_ATTENTION"), caller_draws=False),
+    "memory-efficient attention drops": Training(
+        attend("EFFICIENT_ATTENTION"), is_recorded=False, caller_draws=False
+    ),
 }
 EMPTIED = 20
 """How often in a batch: a recording takes milliseconds."""
@@ -94,7 +142,7 @@ def run(device: Device, rows: Rows) -> None:
         rows.absent("graphs", "the package is built without")
         return
     with repeatable():
-        for name, training in TRAININGS.items():
+        for name, training in (TRAININGS | (OF_A_GPU if device.is_gpu else {})).items():
             with rows.guarded(name):
                 judge(device, rows, name, training)
 
@@ -145,10 +193,12 @@ def train(
                 x, target = torch.randn(2, num_rows, WIDTH, generator=own).to(device.torch)
                 losses.append(pipe.train_step(x, target=target))
                 opt.step()
-                torch.rand(1, device=device.torch)  # anybody may draw, while a stage records too
+                if training.caller_draws:
+                    torch.rand(1, device=device.torch)  # also while a stage records
                 look()
                 for _ in range(EMPTIED if training.empties else 0):
-                    device.module.empty_cache()
+                    with contextlib.suppress(RuntimeError):  # torch's, while a stage records
+                        device.module.empty_cache()
                     time.sleep(1e-3)
                 if number == ALL_RECORDED:
                     pipe.flush()

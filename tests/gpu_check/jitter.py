@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 from .device import Device
 
 STREAMS_OF_A_POOL = 32  # c10/cuda/CUDAStream.h: streams of one priority are given out in turn
-HIGHEST = -100  # a priority beyond those that there are is the highest, which the engine takes too
+# Of streams: a priority beyond those that there are is the highest, which messages have. Stages'
+# own work has the one above the lowest: csrc/engine/cuda_streams.cpp.
+LOWEST, OF_STAGES, HIGHEST = 0, -1, -100
 LONGEST = 1e-3
 PAUSE = 1e-3  # between two rounds of sleeping kernels
 
@@ -72,7 +74,7 @@ class Jitter:
         module = self._device.module
         streams = [
             module.Stream(self._device.torch, priority=priority)
-            for priority in (0, HIGHEST)
+            for priority in (LOWEST, OF_STAGES, HIGHEST)
             for _ in range(STREAMS_OF_A_POOL)
         ]
         chance = random.Random(self._chance.random())

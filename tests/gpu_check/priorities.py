@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .device import Device
-from .jitter import HIGHEST
+from .jitter import HIGHEST, LOWEST, OF_STAGES
 from .section import Rows
 
 COPIED_BYTES = 1 << 20
@@ -21,12 +21,12 @@ PRODUCTS = 150
 
 
 def run(device: Device, rows: Rows) -> None:
-    """The products are on a stream of the highest priority, as stages' work is."""
+    """The products are on a stream of the priority that stages' own work has."""
     width = WIDTH_ON_A_GPU if device.is_gpu else WIDTH_ELSEWHERE
     factor = torch.randn(width, width, device=device.torch, dtype=torch.bfloat16)
     product = torch.empty_like(factor)
-    compute = stream_of(device, HIGHEST)
-    for name, priority in (("high", HIGHEST), ("low", 0)):
+    compute = stream_of(device, OF_STAGES)
+    for name, priority in (("high", HIGHEST), ("low", LOWEST)):
         copies = stream_of(device, priority)
         alone, _ = latency(device, copies, None)
         beside, is_busy = latency(device, copies, (compute, factor, product))

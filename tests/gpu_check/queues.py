@@ -22,12 +22,12 @@ import torch
 
 from .building import ROOT
 from .device import Device
-from .jitter import HIGHEST, STREAMS_OF_A_POOL
+from .jitter import HIGHEST, LOWEST, STREAMS_OF_A_POOL
 from .section import Rows
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 SETTINGS = (None, "8", "32")
-PRIORITIES = {"low": 0, "high": HIGHEST}
+PRIORITIES = {"low": LOWEST, "high": HIGHEST}
 BLOCKED = (0, 1, 7)
 """The streams of each priority that wait in turn, by the order in which they were made."""
 PATIENCE = 0.2  # seconds in which a tiny kernel of a stream that waits for nothing is done

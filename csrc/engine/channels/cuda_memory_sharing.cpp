@@ -3,6 +3,7 @@
 #ifdef PD2_WITH_CUDA
 
 #include "engine/channels/device_memory_sharing.h"
+#include "engine/recording.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -95,7 +96,10 @@ std::shared_ptr<std::byte> allocate(c10::Device device, std::size_t bytes, std::
   }
   bytes = (bytes + kBlock - 1) / kBlock * kBlock;
   if (!succeeds(cudaMalloc(&data, bytes))) {
-    c10::cuda::CUDACachingAllocator::emptyCache();  // torch may hold memory that nothing uses
+    {
+      const std::lock_guard lock(recording_mutex());
+      c10::cuda::CUDACachingAllocator::emptyCache();  // torch may hold memory that nothing uses
+    }
     if (!succeeds(cudaMalloc(&data, bytes))) {
       return nullptr;
     }

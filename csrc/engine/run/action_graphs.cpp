@@ -1,6 +1,7 @@
 #include "engine/run/action_graphs.h"
 
 #include "core/check.h"
+#include "engine/recording.h"
 #include "engine/run/input_sink.h"
 #include "engine/run/keyed_random.h"
 #include "engine/run/recorded_draws.h"
@@ -20,18 +21,12 @@ constexpr auto kFirst = "first microbatches";
 constexpr auto kSums = "replicas add up the batch's gradients";
 constexpr auto kFetches = "the batch's gradients go to the host";
 
-// One recording at a time in a process: what torch's allocator and the device's libraries keep for
-// it is shared.
-std::mutex& recording() {
-  static std::mutex one;
-  return one;
-}
-
-// Records what `work` gives to the stream. Throws what it throws, and what cannot be recorded.
+// Records what `work` gives to the stream, which needs about so much memory. Throws what it throws,
+// and what cannot be recorded.
 template <typename Work>
-void record_work(DeviceGraph& graph, Work work) {
-  const std::lock_guard lock(recording());
-  graph.begin();
+void record_work(DeviceGraph& graph, std::int64_t bytes, Work work) {
+  const std::lock_guard lock(recording_mutex());
+  graph.begin(bytes);
   try {
     work();
   } catch (...) {
@@ -162,6 +157,7 @@ ForwardResult ActionGraphs::forward(ForwardCall call, const Forward& run, Use& u
   history.keep_edges(result);
   ++kind.forwards;
   kind.draws = num_draws() - draws;
+  kind.bytes = 2 * result.bytes_kept;  // and as much for what it does not keep
   return result;
 }
 
@@ -238,7 +234,7 @@ std::shared_ptr<ActionGraphs::Recording> ActionGraphs::record(ForwardCall call, 
     take(message.tensors);
   }
   made->draws.emplace(*made->graph, stage_.streams().device, use.kind->draws, *use.random_key);
-  record_work(*made->graph, [&] {
+  record_work(*made->graph, use.kind->bytes, [&] {
     const RecordedDraws::Scope drawing(*made->draws);
     made->history.add_sinks(call.inbound);
     made->result = run(std::move(call));
@@ -289,7 +285,7 @@ bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming,
       PD2_CHECK(std::ranges::all_of(incoming.gradients, is_plain),
                 "a gradient is no plain strided tensor");
       const KeyedRandom none(RandomPlace{}, {.is_of_backward = true, .is_recorded = true});
-      record_work(*made.graph,
+      record_work(*made.graph, kind.bytes,
                   [&] { run_autograd(incoming.roots, made.gradients, /*keep_graph=*/true); });
     } catch (...) {
       const std::string cause = setup_.cause_of(std::current_exception());

@@ -57,6 +57,7 @@ class ActionGraphs {
     std::string refusal{};  // why they cannot be recorded
     int forwards = 0;       // executed as usual
     int backwards = 0;
+    std::int64_t bytes = 0;  // about what one takes
     std::int64_t draws = 0;  // of random numbers, in the last of these forwards
     std::map<int, std::vector<std::shared_ptr<Recording>>> recorded{};  // by slot
   };

@@ -126,6 +126,12 @@ std::int64_t reserved_bytes() {
   return stats.reserved_bytes[0].current;  // the aggregate
 }
 
+std::int64_t free_bytes() {
+  std::size_t free = 0, total = 0;
+  C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  return static_cast<std::int64_t>(free);
+}
+
 class CudaGraph final : public DeviceGraph {
  public:
   explicit CudaGraph(const CudaGraph* beside)
@@ -137,7 +143,13 @@ class CudaGraph final : public DeviceGraph {
   }
 
   // Other threads may allocate, and launch on other streams, meanwhile.
-  void begin() override {
+  void begin(std::int64_t bytes) override {
+    // It frees memory of a forward's graph that a backward's goes on to use.
+    PD2_CHECK(allocator::name() != "cudaMallocAsync",
+              "torch's allocator is cudaMallocAsync: graphs need its own (backend:native)");
+    if (free_bytes() < bytes) {
+      allocator::emptyCache();
+    }
     stream_ = c10::cuda::getCurrentCUDAStream();
     reserved_ = reserved_bytes();
     // Before the capture, during which the allocator may record no event on the stream.
@@ -159,10 +171,7 @@ class CudaGraph final : public DeviceGraph {
   void end() override {
     Recorded recorded;
     C10_CUDA_CHECK(stop(recorded));
-    // What the recording allocated and did not free is freed by the next launch, where torch's
-    // allocator is cudaMallocAsync.
-    C10_CUDA_CHECK(cudaGraphInstantiateWithFlags(&executable_, recorded.graph,
-                                                 cudaGraphInstantiateFlagAutoFreeOnLaunch));
+    C10_CUDA_CHECK(cudaGraphInstantiateWithFlags(&executable_, recorded.graph, /*flags=*/0));
     // What other threads have reserved meanwhile counts here, too.
     bytes_ = std::max<std::int64_t>(reserved_bytes() - reserved_, 0);
   }

@@ -21,8 +21,9 @@ class DeviceGraph {
 
   // Once. From now on the calling thread's stream records what any thread gives it, and does
   // nothing; what is allocated for it comes from memory of the graph's own, which lasts as long as
-  // the graph and the tensors there.
-  virtual void begin() = 0;
+  // the graph and the tensors there. `bytes`: about what that will be, which is made free before,
+  // as nothing can be meanwhile. Throws if nothing can be recorded.
+  virtual void begin(std::int64_t bytes) = 0;
   // Throws if something came that cannot be recorded.
   virtual void end() = 0;
   // Instead of end(): what was recorded is dropped.

@@ -38,7 +38,7 @@ class CheckedGraph final : public DeviceGraph, public GraphRecording {
   explicit CheckedGraph(const CheckedGraph* beside)
       : memory_(beside ? beside->memory_ : new_graph_memory()) {}
 
-  void begin() override {
+  void begin(std::int64_t) override {
     stream_ = current_stream_number(current_device());
     {
       const std::lock_guard lock(mutex);

@@ -82,7 +82,7 @@ void bind_graph(py::module_& module) {
   py::class_<DeviceGraph>(module, "Graph")
       .def(py::init([](const DeviceGraph* beside) { return kCheckedGraphs(beside); }),
            py::arg("beside") = py::none())
-      .def("begin", &DeviceGraph::begin, no_gil)
+      .def("begin", &DeviceGraph::begin, py::arg("bytes") = 0, no_gil)
       .def("end", &DeviceGraph::end, no_gil)
       .def("abandon", &DeviceGraph::abandon, no_gil)
       .def("generator", &DeviceGraph::generator, py::arg("seed"))
