@@ -12,12 +12,11 @@
 namespace pd2::kernels {
 namespace {
 
-// Blocks that a multiprocessor holds at least: enough to hide the memory's latency, and few enough
-// for threads to keep all numbers in registers.
-constexpr int kBlocks = 2;
+// Blocks that step which a multiprocessor holds at least.
+constexpr int kBlocks = 4;
 
 template <typename Step, typename Arrays>
-__global__ void __launch_bounds__(kThreads, kBlocks) step_kernel(Arrays arrays) {
+__global__ void __launch_bounds__(kStepThreads, kBlocks) step_kernel(Arrays arrays) {
   step_thread<Step>(arrays, {blockIdx.x, gridDim.x, static_cast<int>(threadIdx.x)});
 }
 
@@ -41,32 +40,32 @@ void check(cudaError_t error, const char* what) {
 
 // As many blocks as there is work for, at most as many as the device holds at once.
 template <typename... Arguments>
-void launch(void (*kernel)(Arguments...), std::int64_t useful, void* stream,
+void launch(void (*kernel)(Arguments...), int threads, std::int64_t useful, void* stream,
             const Arguments&... arguments) {
   int device = 0, multiprocessors = 0, per_multiprocessor = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
         "cudaDeviceGetAttribute");
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, kThreads, 0),
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, 0),
         "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
   const std::int64_t resident = std::int64_t{multiprocessors} * std::max(1, per_multiprocessor);
   const auto blocks = static_cast<unsigned int>(std::clamp<std::int64_t>(useful, 1, resident));
-  kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
   check(cudaGetLastError(), "optimizer kernel");
 }
 
 void launch_step(const StepLaunch& given, void* stream) {
   visit_step(given,
              [&]<typename Arrays, typename Step>(const Arrays& arrays, std::type_identity<Step>) {
-               launch(step_kernel<Step, Arrays>, given.num_chunks, stream, arrays);
+               launch(step_kernel<Step, Arrays>, kStepThreads, given.num_chunks, stream, arrays);
              });
 }
 
 void launch_norms(const NormLaunch& given, void* stream) {
   visit_norm(given, [&]<NormKind kKind, typename T>(std::integral_constant<NormKind, kKind>,
                                                     std::type_identity<T>) {
-    launch(sum_kernel<kKind, T>, given.num_chunks, stream, given);
-    launch(finish_kernel<kKind, T>, given.num_arrays, stream, given);
+    launch(sum_kernel<kKind, T>, kThreads, given.num_chunks, stream, given);
+    launch(finish_kernel<kKind, T>, kThreads, given.num_arrays, stream, given);
   });
 }
 

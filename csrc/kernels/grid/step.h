@@ -169,10 +169,10 @@ PD2_HOST_DEVICE void step_chunk(const Arrays<Weights, kStates>& a, int n, int th
   bool aligned = are_weights_aligned(a.weights) && is_aligned(a.g) && is_fed_aligned(fed);
   for (int s = 0; s < kStates; ++s) aligned = aligned && is_aligned(a.state[s]);
   const int in_packs = aligned ? n / kWidth * kWidth : 0;
-  for (int i = thread * kWidth; i < in_packs; i += kThreads * kWidth) {
+  for (int i = thread * kWidth; i < in_packs; i += kStepThreads * kWidth) {
     step_pack<kWidth>(a, i, step, fed, gradient_scale);
   }
-  for (int i = in_packs + thread; i < n; i += kThreads) {
+  for (int i = in_packs + thread; i < n; i += kStepThreads) {
     step_pack<1>(a, i, step, fed, gradient_scale);
   }
 }
@@ -181,10 +181,10 @@ template <typename T>
 PD2_HOST_DEVICE void copy_chunk(const T* from, T* to, int n, int thread) {
   constexpr int kWidth = kAccessBytes / static_cast<int>(sizeof(T));
   const int in_packs = is_aligned(from) && is_aligned(to) ? n / kWidth * kWidth : 0;
-  for (int i = thread * kWidth; i < in_packs; i += kThreads * kWidth) {
+  for (int i = thread * kWidth; i < in_packs; i += kStepThreads * kWidth) {
     write<true>(to + i, read<kWidth>(from + i));
   }
-  for (int i = in_packs + thread; i < n; i += kThreads) to[i] = from[i];
+  for (int i = in_packs + thread; i < n; i += kStepThreads) to[i] = from[i];
 }
 
 // Kept is void where no run has feedback.

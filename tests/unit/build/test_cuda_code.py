@@ -147,8 +147,9 @@ def test_no_kernel_keeps_numbers_in_memory(compiled: Compiled) -> None:
     assert sorted(compiled.usage) == sorted([*STEPS, *NORMS])
     for kernel, usage in compiled.usage.items():
         assert (usage.stack, usage.spill_stores, usage.spill_loads) == (0, 0, 0), kernel
-        # 65,536 registers of a multiprocessor hold two blocks of 256 threads at least.
-        assert usage.registers <= 128, kernel
+        # A multiprocessor has 65,536 registers, which threads get in eights.
+        threads = 128 if kernel in STEPS else 256
+        assert 65_536 // (-(-usage.registers // 8) * 8 * threads) >= 3, kernel
 
 
 def count(pattern: str, text: str) -> int:
