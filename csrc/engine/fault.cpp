@@ -7,6 +7,7 @@
 #include <chrono>
 #include <memory>
 #include <semaphore>
+#include <system_error>
 #include <thread>
 
 namespace pd2 {
@@ -19,17 +20,25 @@ constexpr auto kMostOfAborts = std::chrono::seconds(10);
 class AtOnce {
  public:
   explicit AtOnce(std::vector<std::function<void()>> calls) : num_calls_(calls.size()) {
-    for (auto& call : calls) {
-      std::thread([call = std::move(call), ended = ended_]() mutable {
-        call();
-        call = nullptr;
-        ended->release();
-      }).detach();
+    for (const auto& call : calls) {
+      try {
+        std::thread([call = call, ended = ended_]() mutable {
+          call();
+          call = nullptr;
+          ended->release();
+        }).detach();
+      } catch (const std::system_error&) {  // the process may have no more threads
+        left_.push_back(call);
+      }
     }
   }
 
-  // Until all have ended, or for a moment.
+  // Until all have ended, or for a moment. Makes those for which there was no thread.
   void wait() const {
+    for (const auto& call : left_) {
+      call();
+      ended_->release();
+    }
     const auto deadline = std::chrono::steady_clock::now() + kMostOfAborts;
     for (std::size_t i = 0; i < num_calls_ && ended_->try_acquire_until(deadline); ++i) {
     }
@@ -37,6 +46,7 @@ class AtOnce {
 
  private:
   const std::size_t num_calls_;
+  std::vector<std::function<void()>> left_;
   const std::shared_ptr<std::counting_semaphore<>> ended_ =
       std::make_shared<std::counting_semaphore<>>(0);
 };

@@ -23,6 +23,9 @@ from .device_groups import (
 _LARGE = 32 * 2**20
 """Bytes from which on NCCL takes the algorithm, and makes the connections, of all larger sizes."""
 
+_ADDED = (torch.uint8, torch.float32, torch.bfloat16)
+"""What is added up. Some of NCCL's algorithms are for floating-point numbers alone."""
+
 
 def number_groups_alike(store: Store, name: str) -> None:
     """Sets torch's number of the next group to the highest of all ranks. Every process calls it.
@@ -153,7 +156,9 @@ def connect_devices(
     def use_every_kind(bytes_each: int) -> None:
         mine = torch.zeros(bytes_each, dtype=torch.uint8, device=device)
         from_all = torch.zeros(group.size() * bytes_each, dtype=torch.uint8, device=device)
-        dist.all_reduce(from_all, group=group)
+        for dtype in _ADDED:
+            number = max(1, from_all.nbytes // dtype.itemsize)
+            dist.all_reduce(torch.zeros(number, dtype=dtype, device=device), group=group)
         dist.all_gather_into_tensor(from_all, mine, group=group)
         each = [bytes_each] * group.size()
         dist.all_to_all_single(torch.empty_like(from_all), from_all, each, each, group=group)

@@ -1,6 +1,7 @@
 #include "engine/channels/process_group_channel.h"
 
 #include "core/check.h"
+#include "engine/channels/coalescing.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -48,16 +49,14 @@ std::vector<at::Tensor> bytes_of(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
-// Begins the transfer of a message by `begin`, a tensor at a time. A device's transports can make
-// one of it: of transfers begun singly each would wait for the one before to come to its end.
+// Begins the transfer of a message by `begin`, a tensor at a time.
 template <typename Begin>
 std::vector<Work> begin_all(const Peer& peer, std::vector<at::Tensor> bytes, Begin begin) {
   std::vector<Work> works;
+  std::optional<Coalescing> as_one;
   const c10::DeviceType type = peer.device.type();
-  const bool as_one =
-      type != at::kCPU && !bytes.empty() && peer.group->getBackend(type)->supportsCoalescing();
-  if (as_one) {
-    peer.group->startCoalescing(type);
+  if (!bytes.empty() && Coalescing::is_possible(*peer.group, type)) {
+    as_one.emplace(*peer.group, type);
   }
   for (at::Tensor& tensor : bytes) {
     std::vector<at::Tensor> one{tensor};
@@ -67,7 +66,7 @@ std::vector<Work> begin_all(const Peer& peer, std::vector<at::Tensor> bytes, Beg
     }
   }
   if (as_one) {
-    works.push_back(peer.group->endCoalescing(type));
+    works.push_back(as_one->end());
   }
   return works;
 }

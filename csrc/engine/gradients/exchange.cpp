@@ -1,6 +1,9 @@
 #include "engine/gradients/exchange.h"
 
+#include "engine/channels/coalescing.h"
+
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 namespace pd2 {
@@ -31,10 +34,6 @@ c10::intrusive_ptr<c10d::Work> all_gather(Group& group, at::Tensor to, at::Tenso
 // gloo sends neither int16, which split masters are, nor every release bfloat16.
 at::Tensor bytes_of(const at::Tensor& piece) { return piece.view(at::kByte); }
 
-bool can_coalesce(c10d::ProcessGroup& group, const at::Tensor& tensor) {
-  return !tensor.is_cpu() && group.getBackend(tensor.device().type())->supportsCoalescing();
-}
-
 // By `begin`(taker, what it gets, giver, where that goes): with every other rank at another time.
 template <typename Begin>
 void for_each_pair(c10d::ProcessGroup& group, const std::vector<at::Tensor>& from,
@@ -46,23 +45,23 @@ void for_each_pair(c10d::ProcessGroup& group, const std::vector<at::Tensor>& fro
   }
 }
 
-// On a device all is one group call: transfers that begin singly come to their end one after the
-// other, and each takes a host time.
 Exchange swap_at_once(c10d::ProcessGroup& group, const std::vector<at::Tensor>& from,
                       const std::vector<at::Tensor>& to) {
-  const c10::DeviceType type = from.front().device().type();
-  group.startCoalescing(type);
+  std::optional<Coalescing> as_one;
+  const auto begin = [&](const at::Tensor& piece, auto transfer) {
+    std::vector<at::Tensor> one{piece};
+    if (piece.numel() > 0) {
+      if (!as_one) {
+        as_one.emplace(group, piece.device().type());
+      }
+      transfer(one);
+    }
+  };
   for_each_pair(group, from, to, [&](int taker, at::Tensor sent, int giver, at::Tensor received) {
-    std::vector<at::Tensor> one_sent{std::move(sent)}, one_received{std::move(received)};
-    if (one_sent.front().numel() > 0) {
-      group.send(one_sent, taker, /*tag=*/0);
-    }
-    if (one_received.front().numel() > 0) {
-      group.recv(one_received, giver, /*tag=*/0);
-    }
+    begin(sent, [&](auto& one) { group.send(one, taker, /*tag=*/0); });
+    begin(received, [&](auto& one) { group.recv(one, giver, /*tag=*/0); });
   });
-  const auto work = group.endCoalescing(type);
-  return work ? Exchange{work} : Exchange{};
+  return as_one ? Exchange{as_one->end()} : Exchange{};
 }
 
 }  // namespace
@@ -71,7 +70,7 @@ Exchange swap_at_once(c10d::ProcessGroup& group, const std::vector<at::Tensor>& 
 // if each is the only one of a transfer.
 Exchange swap_pieces(c10d::ProcessGroup& group, const std::vector<at::Tensor>& from,
                      const std::vector<at::Tensor>& to) {
-  if (can_coalesce(group, from.front())) {
+  if (Coalescing::is_possible(group, from.front().device().type())) {
     return swap_at_once(group, from, to);
   }
   const int size = group.getSize();

@@ -105,7 +105,10 @@ class PoolShare {
 template <typename State>
 c10::intrusive_ptr<State> capturing_state(const at::Tensor& seed, unsigned long long capture) {
   auto state = c10::make_intrusive<State>();
-  if constexpr (requires { state->capture_states_; }) {  // from torch 2.13 on
+  if constexpr (requires {  // from torch 2.12 on
+                  state->capture_states_[capture]->rng_state_seed_extragraph_.defined();
+                  state->capture_states_[capture]->rng_state_offset_extragraph_.defined();
+                }) {
     using OfCapture = std::remove_reference_t<decltype(*state->capture_states_[capture])>;
     auto of_capture = c10::make_intrusive<OfCapture>();
     of_capture->rng_state_seed_extragraph_ = seed.select(0, 0);

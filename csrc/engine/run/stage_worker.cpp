@@ -67,6 +67,7 @@ void StageWorker::clear() {
   updates_.end();
   in_flight_.clear();
   behind_.clear();
+  bytes_behind_ = 0;
   loss_ = {};
   if (graphs_) {
     graphs_->clear();
