@@ -491,6 +491,7 @@ class GradientNorm:
         num_readers: int,
         norm_type: float,
         is_double: bool,
+        stays_on_devices: bool,
         group: str,
         shared: SharedBoard | None,
         loss_scale: LossScale | None,

@@ -31,16 +31,22 @@ void bind_loss_scale(py::module_& module) {
 void bind_norm(py::module_& module) {
   py::class_<GradientNorm, std::shared_ptr<GradientNorm>>(module, "GradientNorm")
       .def(py::init([](std::shared_ptr<Fault> fault, std::int64_t num_parameters, int num_stages,
-                       int num_readers, double norm_type, bool is_double, const std::string& group,
-                       std::shared_ptr<SharedBoard> shared, std::shared_ptr<LossScale> loss_scale) {
-             const GradientNormOptions options{num_parameters, num_stages, num_readers, norm_type,
-                                               is_double ? at::kDouble : at::kFloat};
+                       int num_readers, double norm_type, bool is_double, bool stays_on_devices,
+                       const std::string& group, std::shared_ptr<SharedBoard> shared,
+                       std::shared_ptr<LossScale> loss_scale) {
+             const GradientNormOptions options{num_parameters,
+                                               num_stages,
+                                               num_readers,
+                                               norm_type,
+                                               is_double ? at::kDouble : at::kFloat,
+                                               stays_on_devices};
              return std::make_shared<GradientNorm>(options, std::move(fault), resolve_group(group),
                                                    std::move(shared), std::move(loss_scale));
            }),
            py::kw_only(), py::arg("fault"), py::arg("num_parameters"), py::arg("num_stages"),
-           py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"), py::arg("group"),
-           py::arg("shared").none(true), py::arg("loss_scale").none(true))
+           py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"),
+           py::arg("stays_on_devices"), py::arg("group"), py::arg("shared").none(true),
+           py::arg("loss_scale").none(true))
       .def("expect", &GradientNorm::expect, py::arg("run"));
 }
 

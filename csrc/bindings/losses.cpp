@@ -18,6 +18,7 @@ void bind_losses(py::module_& module) {
       .def("done", &AwaitedNumbers::are_there)
       .def("wait", [](const AwaitedNumbers& self) {
         wait_interruptibly([&](auto timeout) { return self.wait_for(timeout); });
+        const py::gil_scoped_release no_lock;  // a device may have to come to them
         return self.get();
       });
   py::class_<LossBoard, std::shared_ptr<LossBoard>>(module, "LossBoard")

@@ -4,6 +4,7 @@
 #include "engine/fault.h"
 
 #include <chrono>
+#include <functional>
 #include <future>
 #include <memory>
 #include <utility>
@@ -16,8 +17,14 @@ class AwaitedNumbers {
  public:
   explicit AwaitedNumbers(std::shared_ptr<const Fault> fault) : fault_(std::move(fault)) {}
 
-  // Once. None: the batch was discarded.
-  void give(std::vector<double> numbers) { promise_.set_value(std::move(numbers)); }
+  // Either of these once. None: the batch was discarded.
+  void give(std::vector<double> numbers) {
+    give_later([numbers = std::move(numbers)] { return numbers; });
+  }
+  // Those that `read` returns. The first who gets them calls it, and may wait for a device there.
+  void give_later(std::function<std::vector<double>()> read) {
+    promise_.set_value(std::async(std::launch::deferred, std::move(read)).share());
+  }
 
   bool are_there() const { return is_ready(std::chrono::milliseconds(0)); }
   // True if they are there within `timeout`. If they are not: throws PipelineError if the pipeline
@@ -30,7 +37,7 @@ class AwaitedNumbers {
     return there;
   }
   // Once they are there.
-  const std::vector<double>& get() const { return numbers_.get(); }
+  const std::vector<double>& get() const { return numbers_.get().get(); }
 
  private:
   bool is_ready(std::chrono::milliseconds timeout) const {
@@ -38,8 +45,9 @@ class AwaitedNumbers {
   }
 
   const std::shared_ptr<const Fault> fault_;
-  std::promise<std::vector<double>> promise_;
-  const std::shared_future<std::vector<double>> numbers_ = promise_.get_future().share();
+  using Numbers = std::shared_future<std::vector<double>>;
+  std::promise<Numbers> promise_;
+  const std::shared_future<Numbers> numbers_ = promise_.get_future().share();
 };
 
 }  // namespace pd2

@@ -11,6 +11,7 @@ from .. import _C
 from ..checks import check_number
 from ..ranks.boards import make_board
 from ..runtime.lazy_numbers import LazyNumber
+from ..runtime.local_stages import is_apart_from_host
 from ..runtime.session import Session
 from .loss_scale import LossScale
 
@@ -98,6 +99,12 @@ class Clipping:
         num_parameters = len(_numbers(session))
         if group is not None:
             board = make_board(group, 2 * num_parameters, session.control.deadline)
+        stays_on_devices = (  # hosts give norms to other processes, and decide scales by them
+            group is None
+            and scale is None
+            and not session.stages.options.optimizer_on_host
+            and all(is_apart_from_host(stage.weights.device) for stage in session.stages)
+        )
         dtypes = {parameter.dtype for parameter in session.root.parameters()}
         return _C.GradientNorm(
             fault=session.control.fault,
@@ -106,6 +113,7 @@ class Clipping:
             num_readers=len(list(session.stages)),
             norm_type=self.norm_type,
             is_double=dtypes == {torch.float64},
+            stays_on_devices=stays_on_devices,
             group="" if group is None else group.group_name,
             shared=board,
             loss_scale=scale,

@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -23,9 +24,9 @@ from .training import adamw_of
 NUM_STAGES, M = 2, 4
 WARM_UP, STEADY = 4, 10
 LOSSES, NORMS = 1, NUM_STAGES
-"""A batch's copies to the host: one of the losses, and with clipping one of each stage's norm."""
-FENCES = NUM_STAGES
-"""A batch's waits for events: one of each stage's thread, for what it gave two batches ago."""
+"""A batch's copies to the host: one of the losses, and with a loss scale each stage's norm."""
+FENCES = NUM_STAGES * M
+"""A batch's waits for events: each stage's thread, in each microbatch, for what it gave two ago."""
 
 
 @dataclasses.dataclass
@@ -37,18 +38,22 @@ class Waits:
 
 
 def run(device: Device, rows: Rows) -> None:
-    for clips in (False, True):
-        what = "with clipping" if clips else "without clipping"
+    cases: dict[str, dict[str, Any]] = {
+        "without clipping": {},
+        "with clipping": {"max_grad_norm": 1.0},
+        "with a loss scale": {"loss_scale": pd2.LossScale(1.0)},
+    }
+    for what, options in cases.items():
         with rows.guarded(what):
-            judge(device, rows, what, clips=clips)
+            judge(device, rows, what, options)
 
 
-def judge(device: Device, rows: Rows, what: str, *, clips: bool) -> None:
-    waits = count(device, clips=clips)
+def judge(device: Device, rows: Rows, what: str, options: dict[str, Any]) -> None:
+    waits = count(device, options)
     rows.check(f"{what}: the caller's waits", waits.by_python == 0, str(waits.by_python))
     others = waits.by_engine
     # CUDA counts copies that a host waits for, the checked device waits for events, too.
-    at_most = LOSSES + NORMS * clips + FENCES * (device.type == "checked")
+    at_most = LOSSES + NORMS * ("loss_scale" in options) + FENCES * (device.type == "checked")
     rows.check(
         f"{what}: waits of all other threads",
         others <= at_most * (STEADY + 1),  # a batch that began before may end meanwhile
@@ -56,7 +61,7 @@ def judge(device: Device, rows: Rows, what: str, *, clips: bool) -> None:
     )
 
 
-def count(device: Device, *, clips: bool) -> Waits:
+def count(device: Device, options: dict[str, Any]) -> Waits:
     x = torch.randn(2 * M, 16, 64, device=device.torch)
     with pd2.PipelineModule(
         blocks(4, 64, device.torch),
@@ -66,9 +71,7 @@ def count(device: Device, *, clips: bool) -> Waits:
         example_args=(x,),
         timeout=60.0,
     ) as pipe:
-        opt = pd2.PipelineOptimizer(
-            adamw_of(device, pipe.parameters()), max_grad_norm=1.0 if clips else None
-        )
+        opt = pd2.PipelineOptimizer(adamw_of(device, pipe.parameters()), **options)
 
         def train(batches: int) -> None:
             for _ in range(batches):

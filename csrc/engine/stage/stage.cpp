@@ -166,32 +166,36 @@ bool Stage::has_gradient(std::size_t parameter) const {
 }
 
 void Stage::scale_gradients(double factor) {
-  // As a tensor: of a scalar the host's kernels make a bfloat16 first.
-  const at::Tensor number = at::scalar_tensor(factor, at::kDouble);
+  scale_gradients(at::scalar_tensor(factor, at::kDouble));
+}
+
+void Stage::scale_gradients(const at::Tensor& factor) {
   std::vector<at::Tensor> gradients;
   for (std::size_t i = 0; i < places_.size(); ++i) {
     if (owns(i) && has_gradient(i)) {
       at::Tensor mine = gradient(i);
-      if (mine.scalar_type() == at::kBFloat16) {
-        mine.mul_(number);
+      if (mine.scalar_type() == at::kBFloat16) {  // to which mul_() rounds the factor, too
+        mine.copy_(mine.to(at::kFloat).mul_(factor));
       } else {
         gradients.push_back(mine);
       }
     }
   }
-  if (!gradients.empty()) {
+  if (!gradients.empty() && factor.is_cpu()) {
+    at::_foreach_mul_(gradients, factor.item());
+  } else if (!gradients.empty()) {
     at::_foreach_mul_(gradients, factor);
   }
 }
 
-void Stage::scale_gradients_in_step(double factor) {
+void Stage::scale_gradients_in_step(const at::Tensor& factor) {
   bool is_in_step = stepped_.size() == places_.size();
   for (std::size_t i = 0; i < places_.size() && is_in_step; ++i) {
     is_in_step = !owns(i) || !has_gradient(i) ||
                  stepped_[i].by != nullptr;  // else a user's optimizer reads it
   }
   if (is_in_step) {
-    update_.gradient_scale = factor;
+    update_.factor = factor;
   } else {
     scale_gradients(factor);
   }

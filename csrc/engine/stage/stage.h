@@ -235,8 +235,9 @@ class Stage {
   at::Tensor gradient(std::size_t parameter) const;
   bool has_gradient(std::size_t parameter) const;
   void scale_gradients(double factor);
+  void scale_gradients(const at::Tensor& factor);  // one number, on the host or the stage's device
   // The same, if nobody but the step reads them after that: where it can, the step does it.
-  void scale_gradients_in_step(double factor);
+  void scale_gradients_in_step(const at::Tensor& factor);
   // Makes the gradients the sums over replicas, which have begun, or over copies, which this
   // begins; waits for them, once. Throws ChannelAborted when stopped. `unscaling`: takes a loss
   // scale off what a hook is given, and so off all gradients.
@@ -312,7 +313,7 @@ class Stage {
     int from = 0, to = 0;
     std::size_t gradients = 0;
     ReplicaSum::UnderWay sum = nullptr;  // null: none, or all has been exchanged
-    double gradient_scale = 1;           // by which the step multiplies
+    at::Tensor factor{};                 // by which the step multiplies; undefined: 1
     bool is_reduced = false;
     bool is_stepped = true;  // false: let_sums_end() took the place of that
   };

@@ -20,7 +20,7 @@ void Stage::step_on_host(std::span<const GroupOptions> groups) {
       const at::Tensor& weights = host_->weights(fused.buffer);
       fused.optimizer->step(weights, host_->gradients(fused.buffer), weights, groups,
                             fused.of_members(host_->has_gradient(fused.buffer)),
-                            masters_[fused.buffer], update_.gradient_scale);
+                            masters_[fused.buffer], update_.factor);
     }
     host_->send(bucket, slots_[update_.to][host_->buckets()[bucket].dtype]);
   }

@@ -104,7 +104,7 @@ int Stage::write_next(std::span<const GroupOptions> groups) {
     fused.optimizer->step(part(slots_[from][fused.buffer]), part(accumulator.flat(gradients)),
                           part(slots_[to][fused.buffer]), groups,
                           fused.of_members(accumulator.has_gradient(gradients)), fused.master,
-                          update_.gradient_scale);
+                          update_.factor);
   }
   if (to != from && optimizers_.empty() && !is_shared()) {
     PD2_ASSERT(!rotates() || places_.empty(),

@@ -5,7 +5,9 @@
 #include "engine/channels/wait_for_work.h"
 #include "engine/release_group.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
@@ -17,6 +19,22 @@
 #include <utility>
 
 namespace pd2 {
+namespace {
+
+// A tensor of the stream `from`, for the stream `to`.
+at::Tensor moved(const at::Tensor& tensor, const MaybeStream& from, const Fence& ready,
+                 const MaybeStream& to) {
+  if (from->device() == to->device()) {
+    ready.hold_back(to);
+    use_on(tensor, to);
+    return tensor;
+  }
+  const OnStream source(from);
+  const OnStream destination(to);
+  return tensor.to(to->device(), /*non_blocking=*/true);
+}
+
+}  // namespace
 
 GradientNorm::GradientNorm(const GradientNormOptions& options, std::shared_ptr<Fault> fault,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -31,49 +49,90 @@ GradientNorm::GradientNorm(const GradientNormOptions& options, std::shared_ptr<F
              options.num_stages, " of ", options.num_readers);
 }
 
-GradientNorm::Batch& GradientNorm::batch(std::int64_t run) {
-  Batch& batch = batches_[run];
-  if (!batch.norms.defined()) {
-    batch.norms = at::zeros({2, options_.num_parameters}, at::kDouble);
-  }
-  return batch;
-}
-
 std::shared_ptr<AwaitedNumbers> GradientNorm::expect(std::int64_t run) {
   const std::lock_guard lock(mutex_);
-  return this->batch(run).expected = std::make_shared<AwaitedNumbers>(fault_);
+  return batches_[run].expected = std::make_shared<AwaitedNumbers>(fault_);
 }
 
-void GradientNorm::give(std::int64_t run, const ParameterNorms& norms,
+void GradientNorm::give(std::int64_t run, ParameterNorms norms,
                         const std::function<bool()>& is_stopped) {
-  at::Tensor all;
+  std::vector<ParameterNorms> all;
   {
     const std::lock_guard lock(mutex_);
-    Batch& mine = this->batch(run);
-    auto rows = mine.norms.accessor<double, 2>();
-    for (const auto& [parameter, norm] : norms) {
-      rows[0][parameter] = norm;
-      rows[1][parameter] = 1;
-    }
-    if (++mine.stages_given < options_.num_stages) {
+    std::vector<ParameterNorms>& given = batches_[run].given;
+    given.push_back(std::move(norms));
+    if (static_cast<int>(given.size()) < options_.num_stages) {
       return;
     }
-    all = mine.norms;
+    all = std::move(given);
   }
-  exchange(all, is_stopped);
-  const at::Tensor total = total_of(all);
+  const std::vector<Total> totals = options_.stays_on_devices
+                                        ? totals_on_devices(all)
+                                        : std::vector{total_on_host(all, is_stopped)};
   {
     const std::lock_guard lock(mutex_);
     if (loss_scale_) {  // before anybody learns the total
-      loss_scale_->decide(!std::isfinite(total.item<double>()));
+      loss_scale_->decide(!std::isfinite(totals.front().number.item<double>()));
     }
-    Batch& mine = this->batch(run);
-    mine.total = total;
+    Batch& mine = batches_[run];
+    mine.totals = totals;
     if (mine.expected) {
-      mine.expected->give({total.item<double>()});
+      mine.expected->give_later([total = totals.front()] {
+        total.ready.wait();
+        return std::vector{total.number.item<double>()};
+      });
     }
   }
   changed_.notify_all();
+}
+
+GradientNorm::Total GradientNorm::total_on_host(const std::vector<ParameterNorms>& given,
+                                                const std::function<bool()>& is_stopped) {
+  at::Tensor all = at::zeros({2, options_.num_parameters}, at::kDouble);
+  auto rows = all.accessor<double, 2>();
+  for (const ParameterNorms& each : given) {
+    const double* norm = each.norms.const_data_ptr<double>();
+    for (const std::int64_t parameter : each.parameters) {
+      rows[0][parameter] = *norm++;
+      rows[1][parameter] = 1;
+    }
+  }
+  exchange(all, is_stopped);
+  std::vector<double> present;
+  for (std::int64_t i = 0; i < options_.num_parameters; ++i) {
+    if (rows[1][i] != 0) {
+      present.push_back(rows[0][i]);
+    }
+  }
+  return {total_of(at::tensor(present, at::kDouble)), {}};
+}
+
+// Called by the last stage that has come. It gives every device the total before any stage goes on:
+// a copy that a stage asked for later would come after another stage's step.
+std::vector<GradientNorm::Total> GradientNorm::totals_on_devices(
+    const std::vector<ParameterNorms>& given) const {
+  const MaybeStream here = given.back().stream;
+  std::vector<at::Tensor> present(options_.num_parameters);
+  for (const auto& [parameters, norms, stream, ready] : given) {
+    const at::Tensor all = parameters.empty() ? norms : moved(norms, stream, ready, here);
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      present[parameters[i]] = all[static_cast<std::int64_t>(i)];
+    }
+  }
+  std::erase_if(present, [](const at::Tensor& norm) { return !norm.defined(); });
+  const at::TensorOptions options = at::device(here->device()).dtype(at::kDouble);
+  const at::Tensor total = total_of(present.empty() ? at::empty({0}, options) : at::stack(present));
+  std::vector<Total> totals{{total, Fence::of(here)}};
+  for (const ParameterNorms& each : given) {
+    const auto is_there = [&](const Total& known) {
+      return known.number.device() == each.stream->device();
+    };
+    if (std::ranges::none_of(totals, is_there)) {
+      const at::Tensor copy = moved(total, here, totals.front().ready, each.stream);
+      totals.push_back({copy, Fence::of(each.stream)});
+    }
+  }
+  return totals;
 }
 
 // Each parameter's norm comes from one process: the others add zeros, which changes no bit.
@@ -125,34 +184,34 @@ void GradientNorm::drop(std::int64_t run) {
   }
 }
 
-at::Tensor GradientNorm::wait(std::int64_t run, const std::function<bool()>& is_stopped) {
+at::Tensor GradientNorm::wait(std::int64_t run, const MaybeStream& here,
+                              const std::function<bool()>& is_stopped) {
   std::unique_lock lock(mutex_);
-  Batch& mine = this->batch(run);  // stays where it is
+  Batch& mine = batches_[run];  // stays where it is
   while (!changed_.wait_for(lock, std::chrono::milliseconds(100),
-                            [&] { return mine.total.defined(); })) {
+                            [&] { return !mine.totals.empty(); })) {
     lock.unlock();
     if (is_stopped()) {
       throw ChannelAborted();
     }
     lock.lock();
   }
-  at::Tensor total = mine.total;
+  const auto found = std::ranges::find_if(mine.totals, [&](const Total& each) {
+    return !options_.stays_on_devices || each.number.device() == here->device();
+  });
+  PD2_ASSERT(found != mine.totals.end(), "no stage on ", here->device(), " gives norms");
+  const Total total = *found;
   if (++mine.times_read == options_.num_readers) {
     batches_.erase(run);
   }
-  return total;
+  lock.unlock();
+  total.ready.hold_back(here);
+  use_on(total.number, here);
+  return total.number;
 }
 
-at::Tensor GradientNorm::total_of(const at::Tensor& norms) const {
-  const auto values = norms.accessor<double, 2>();
-  std::vector<double> present;
-  for (std::int64_t i = 0; i < options_.num_parameters; ++i) {
-    if (values[1][i] != 0) {
-      present.push_back(values[0][i]);
-    }
-  }
-  return at::linalg_vector_norm(at::tensor(present, at::kDouble).to(options_.dtype),
-                                options_.norm_type);
+at::Tensor GradientNorm::total_of(const at::Tensor& present) const {
+  return at::linalg_vector_norm(present.to(options_.dtype), options_.norm_type);
 }
 
 }  // namespace pd2

@@ -4,6 +4,7 @@
 #include "kernels/half.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -126,12 +127,12 @@ void step_on_cpu(const FlatStep& step, const at::Tensor&) {
   kernels::visit_weights(step.arrays, [&](const auto& weights) { step_weights(weights, step); });
 }
 
-std::vector<double> norms_on_cpu(const std::vector<at::Tensor>& tensors, double norm_type) {
+at::Tensor norms_on_cpu(const std::vector<at::Tensor>& tensors, double norm_type) {
   std::vector<double> norms;
   for (const at::Tensor& tensor : tensors) {
     norms.push_back(norm_by_torch(tensor, norm_type).item<double>());
   }
-  return norms;
+  return at::tensor(norms, at::kDouble);
 }
 
 }  // namespace

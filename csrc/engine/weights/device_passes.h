@@ -17,6 +17,7 @@ struct FlatStep {
   kernels::StepLaunch arrays;  // without the table
   void* gradient;              // arrays.g, which a pass may change
   double gradient_scale = 1;
+  at::Tensor factor{};  // a number of the device to multiply by instead; undefined: none
   std::span<const kernels::StepOfRun> runs;
   c10::Device device;
 };
@@ -27,9 +28,9 @@ struct DevicePasses {
   // there, so that a recorded step() can be repeated after another upload().
   void (*upload)(const FlatStep& step, at::Tensor& table);
   void (*step)(const FlatStep& step, const at::Tensor& table);
-  // Of dense float32, float64 or bfloat16 tensors, all of one dtype; waits for them. `norm_type` is
-  // 1, 2 or infinity. See tensor_norms.h.
-  std::vector<double> (*norms)(const std::vector<at::Tensor>& tensors, double norm_type);
+  // Of dense float32, float64 or bfloat16 tensors, all of one dtype. `norm_type` is 1, 2 or
+  // infinity. See tensor_norms.h.
+  at::Tensor (*norms)(const std::vector<at::Tensor>& tensors, double norm_type);
 };
 
 // The CPU's passes are there from the beginning, CUDA's where they were built. Before any optimizer

@@ -81,10 +81,11 @@ FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> s
 void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
                           std::span<const GroupOptions> groups,
                           const std::vector<bool>& has_gradient, const at::Tensor& master,
-                          double gradient_scale) {
+                          const at::Tensor& factor) {
   check_arguments(w, gradient, w_out, groups, has_gradient, master);
   allocate_state(groups, has_gradient);
 
+  const bool is_known = factor.defined() && factor.is_cpu();
   // Raw pointers: views of these buffers are saved by backward passes in flight, and writing
   // through ATen would count as a change of theirs. The engine guards versions by itself.
   const std::vector<kernels::StepOfRun> runs = this->runs(groups, has_gradient);
@@ -101,7 +102,8 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
                            .table = nullptr,
                            .num_chunks = 0},
                 .gradient = gradient.mutable_data_ptr(),
-                .gradient_scale = gradient_scale,
+                .gradient_scale = is_known ? factor.item<double>() : 1,
+                .factor = is_known ? at::Tensor() : factor,
                 .runs = runs,
                 .device = w.device()};
   for (std::size_t i = 0; i < states_.size(); ++i) {

@@ -67,11 +67,12 @@ class FusedOptimizer {
   // stepped in place; or int16, what the roundings to bfloat16 took off (kernels/half.h).
   // Undefined: the weights themselves are stepped.
   //
-  // `gradient_scale`: by which the gradients are multiplied first, to the bits of mul_(); what they
-  // are afterwards is not said.
+  // `factor`: one number of float32 or float64, on the host or the device, by which the gradients
+  // are multiplied first, to the bits of mul_(); what they are afterwards is not said.
+  // Undefined: 1.
   void step(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
             std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient,
-            const at::Tensor& master = {}, double gradient_scale = 1);
+            const at::Tensor& master = {}, const at::Tensor& factor = {});
 
   // State by the name that torch.optim gives it: "momentum_buffer" (SGD), "exp_avg", "exp_avg_sq",
   // "max_exp_avg_sq" (Adam). The flat tensor itself, not a copy; undefined where there is none yet.

@@ -26,14 +26,6 @@ void upload_bytes(std::span<const std::byte> bytes, c10::Device to, bool pins_me
   table.narrow(0, 0, size).copy_(staged, /*non_blocking=*/true);
 }
 
-std::vector<double> values_of(const at::Tensor& numbers, bool pins_memory) {
-  const at::Tensor on_host =
-      at::empty(numbers.sizes(), at::TensorOptions(at::kDouble).pinned_memory(pins_memory));
-  on_host.copy_(numbers);
-  const double* first = on_host.const_data_ptr<double>();
-  return {first, first + on_host.numel()};
-}
-
 kernels::Numbers numbers_of(at::ScalarType dtype) {
   if (dtype == at::kBFloat16) return kernels::Numbers::kBfloat16;
   return dtype == at::kDouble ? kernels::Numbers::kDouble : kernels::Numbers::kFloat;
@@ -56,6 +48,10 @@ void upload_on_grid(const FlatStep& step, at::Tensor& table, const GridDevice& d
                       : (is_double ? kernels::adam_table<double>(step.runs, step.gradient_scale)
                                    : kernels::adam_table<float>(step.runs, step.gradient_scale)),
                step.device, device.pins_memory, table);
+  if (step.factor.defined()) {  // which the host does not know
+    constexpr std::int64_t kPlace = offsetof(kernels::StepControl, gradient_scale);
+    table.narrow(0, kPlace, sizeof(double)).view(at::kDouble).copy_(step.factor);
+  }
 }
 
 void step_on_grid(const FlatStep& step, const at::Tensor& table, const GridDevice& device) {
@@ -67,9 +63,8 @@ void step_on_grid(const FlatStep& step, const at::Tensor& table, const GridDevic
   device.kernels.step(launch, device.stream);
 }
 
-std::vector<double> norms_on_grid(const std::vector<at::Tensor>& tensors, double norm_type,
-                                  const GridDevice& device) {
-  if (tensors.empty()) return {};
+at::Tensor norms_on_grid(const std::vector<at::Tensor>& tensors, double norm_type,
+                         const GridDevice& device) {
   std::vector<kernels::NormArray> arrays;
   std::int64_t num_chunks = 0;
   for (const at::Tensor& tensor : tensors) {
@@ -92,7 +87,7 @@ std::vector<double> norms_on_grid(const std::vector<at::Tensor>& tensors, double
                         .partials = norms + count,
                         .norms = norms},
                        device.stream);
-  return values_of(results.narrow(0, 0, count), device.pins_memory);
+  return results.narrow(0, 0, count);
 }
 
 }  // namespace pd2

@@ -13,7 +13,7 @@ struct GridDevice {
 
 void upload_on_grid(const FlatStep& step, at::Tensor& table, const GridDevice& device);
 void step_on_grid(const FlatStep& step, const at::Tensor& table, const GridDevice& device);
-std::vector<double> norms_on_grid(const std::vector<at::Tensor>& tensors, double norm_type,
-                                  const GridDevice& device);
+at::Tensor norms_on_grid(const std::vector<at::Tensor>& tensors, double norm_type,
+                         const GridDevice& device);
 
 }  // namespace pd2

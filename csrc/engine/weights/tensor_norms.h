@@ -17,9 +17,9 @@ inline at::Tensor norm_by_torch(const at::Tensor& tensor, double norm_type) {
   return at::linalg_vector_norm(tensor, norm_type, std::nullopt, /*keepdim=*/false, at::kFloat);
 }
 
-// The same for each tensor; all on one device, for which the host waits once. On the CPU they are
+// The same for each tensor, as float64; all on one device, where the result is. On the CPU they are
 // its numbers bit for bit. On a device narrower numbers are added up in double, in an order of
 // their own, and then rounded.
-std::vector<double> norms_of(const std::vector<at::Tensor>& tensors, double norm_type);
+at::Tensor norms_of(const std::vector<at::Tensor>& tensors, double norm_type);
 
 }  // namespace pd2

@@ -2,6 +2,7 @@
 
 #include "transport/peer_error.h"
 
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -19,7 +20,8 @@ TEST(GradientNorm, ARankThatNeverComesIsATimeout) {
   ASSERT_TRUE(board);
   GradientNorm norm(options, std::make_shared<Fault>(), {}, std::move(board), nullptr);
   // Nothing but the norm's own deadline ends this: no other rank tells a failure.
-  EXPECT_THROW(norm.give(/*run=*/0, {{0, 1.0}}, [] { return false; }), PeerTimeout);
+  EXPECT_THROW(norm.give(/*run=*/0, {{0}, at::ones({1}, at::kDouble)}, [] { return false; }),
+               PeerTimeout);
 }
 
 }  // namespace

@@ -79,7 +79,7 @@ Trained train(OptimizerKind kind, at::ScalarType dtype, at::ScalarType master_dt
     std::vector<bool> has_gradient(kSlices.size(), true);
     has_gradient[step] = false;
     optimizer.step(w, g, w_out, groups(0.1 / (step + 1)), has_gradient, master,
-                   /*gradient_scale=*/step == 0 ? 1 : 0.3F * static_cast<float>(step));
+                   step == 0 ? at::Tensor() : at::scalar_tensor(0.3 * step, at::kDouble));
     std::swap(w, w_out);
   }
   std::vector<at::Tensor> states;
@@ -149,6 +149,10 @@ TEST_F(GridPasses, RepeatARecordedLaunchWithWhatIsUploadedNext) {
   upload_on_grid(next, table, host_grid());
   step_on_grid(step, table, host_grid());
   EXPECT_TRUE(w_out.eq(0.75).all().item<bool>());
+  next.factor = at::full({}, 4, at::kFloat);  // instead of the number
+  upload_on_grid(next, table, host_grid());
+  step_on_grid(step, table, host_grid());
+  EXPECT_TRUE(w_out.eq(0.5).all().item<bool>());
 }
 
 TEST_F(GridPasses, NormsOfAllTensorsComeFromOneLaunchPerDtype) {
@@ -162,9 +166,10 @@ TEST_F(GridPasses, NormsOfAllTensorsComeFromOneLaunchPerDtype) {
       at::randn({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast)};
   for (const double type : {1.0, 2.0, static_cast<double>(INFINITY), 3.0}) {
     norms_launched = 0;
-    const std::vector<double> norms = norms_of(tensors, type);
+    const at::Tensor all = norms_of(tensors, type);
     EXPECT_EQ(norms_launched, type == 3 ? 0 : 3);
-    ASSERT_EQ(norms.size(), tensors.size());
+    ASSERT_EQ(all.numel(), std::ssize(tensors));
+    const auto* norms = all.const_data_ptr<double>();
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       if (tensors[i].numel() == 0) continue;
       const auto expected = at::linalg_vector_norm(tensors[i].to(at::kDouble), type).item<double>();
@@ -178,12 +183,13 @@ TEST(NormsOf, AreTorchsBitForBitOnTheCpu) {
   const std::vector<at::Tensor> tensors{at::randn({1000}), at::randn({777}, at::kDouble),
                                         at::randn({40'000})};
   for (const double type : {1.0, 2.0, static_cast<double>(INFINITY), 3.0}) {
-    const std::vector<double> norms = norms_of(tensors, type);
+    const at::Tensor all = norms_of(tensors, type);
+    const auto* norms = all.const_data_ptr<double>();
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       EXPECT_EQ(norms[i], at::linalg_vector_norm(tensors[i], type).item<double>());
     }
     const at::Tensor narrow = tensors[2].to(at::kBFloat16);
-    EXPECT_EQ(norms_of({narrow}, type)[0],
+    EXPECT_EQ(norms_of({narrow}, type).item<double>(),
               at::linalg_vector_norm(narrow.to(at::kFloat), type).item<double>());
   }
 }
