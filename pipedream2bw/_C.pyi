@@ -263,6 +263,7 @@ class PlanOptions:
     state: float
     shares_state: bool
     steps_on_host: bool
+    microbatches_behind: int
     unequal_replicas: bool
     reserved: float
 
@@ -273,6 +274,7 @@ class PlannedStage:
     costs: StageCosts
     message: float
     frozen_bytes: float
+    message_bytes: float
     most_in_flight: int
     peak_bytes: float
     memory_limit: float

@@ -16,6 +16,7 @@ MEMORY_COLOURS = {
     "gradients": "#a1d99b",
     "optimizer state": "#8c6d31",
     "activations": "#dcc6e8",
+    "messages": "#fd8d3c",
     "float32 masters": "#2b8cbe",
     "other": "#969696",
 }

@@ -87,6 +87,7 @@ void bind_options(py::module_& module) {
       std::pair("gradient", &PlanOptions::gradient), std::pair("state", &PlanOptions::state),
       std::pair("shares_state", &PlanOptions::shares_state),
       std::pair("steps_on_host", &PlanOptions::steps_on_host),
+      std::pair("microbatches_behind", &PlanOptions::microbatches_behind),
       std::pair("unequal_replicas", &PlanOptions::unequal_replicas),
       std::pair("reserved", &PlanOptions::reserved));
 }
@@ -110,6 +111,7 @@ void bind_found(py::module_& module) {
       .def_readonly("costs", &PlannedStage::costs)
       .def_readonly("message", &PlannedStage::message)
       .def_readonly("frozen_bytes", &PlannedStage::frozen_bytes)
+      .def_readonly("message_bytes", &PlannedStage::message_bytes)
       .def_readonly("most_in_flight", &PlannedStage::most_in_flight)
       .def_readonly("peak_bytes", &PlannedStage::peak_bytes)
       .def_readonly("memory_limit", &PlannedStage::memory_limit)

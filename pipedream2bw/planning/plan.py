@@ -366,8 +366,8 @@ def _check_stage(
         isinstance(stage.recomputed, tuple) and stage.recomputed and stage.peak_bytes > parts
     ):
         raise ValueError(
-            f"{where}.peak_bytes: {stage.peak_bytes}, all of its weights, gradients, state and "
-            f"activations together: {parts}: they must be equal"
+            f"{where}.peak_bytes: {stage.peak_bytes}, all of its weights, gradients, state, "
+            f"activations and messages together: {parts}: they must be equal"
         )
 
 
@@ -394,7 +394,7 @@ def _is_near(value: float, other: float) -> bool:
     return abs(value - other) <= _ROUNDING * max(value, other)
 
 
-MEMORY_KINDS = ("weights", "gradients", "optimizer state", "activations")
+MEMORY_KINDS = ("weights", "gradients", "optimizer state", "activations", "messages")
 """Kept inputs of recomputed stages count as activations."""
 
 
@@ -418,6 +418,7 @@ def bytes_of_rank(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
         sum(each.gradient_bytes for each in held),
         sum(each.state_bytes for each in held),
         in_flight + together(map(held_again, held)),
+        sum(each.message_bytes for each in held),
     )
     return dict(zip(MEMORY_KINDS, values, strict=True))
 

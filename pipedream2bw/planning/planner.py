@@ -29,6 +29,8 @@ from .plan import Alternative, Plan
 from .stage_plan import StagePlan
 from .wanted import SCHEDULES, Wanted
 
+_MOST_BEHIND = 3  # microbatches that a stage has forgotten and its device may yet have to read
+
 
 def plan(
     profile: Profile | str | os.PathLike[str],
@@ -143,6 +145,7 @@ def plan(
                 state=wanted.held.state,
                 shares_state=shard_state,
                 steps_on_host=optimizer_device is not None,
+                microbatches_behind=0 if profile.device.type == "cpu" else _MOST_BEHIND,
                 unequal_replicas=unequal_replicas,
                 reserved=0.0 if calibration is None else calibration.offset,
             ),

@@ -37,6 +37,8 @@ class StagePlan:
         activation_bytes: of one microbatch: what is kept from its forward to its backward. If the
             whole stage is recomputed, it is there from that on.
         input_bytes: of one microbatch, if the whole stage is recomputed: what it received, else 0.
+        message_bytes: what other stages sent for the microbatches that a device may be behind its
+            host: three microbatches' values and gradients; 0 on the CPU.
         peak_bytes: all of that, of one copy of the stage, at its peak.
         memory_limit: bytes that each device has, of whatever stages it holds; less a calibration's
             offset.
@@ -61,6 +63,7 @@ class StagePlan:
     most_in_flight: int
     activation_bytes: float
     input_bytes: float
+    message_bytes: float
     peak_bytes: float
     memory_limit: float
     recomputed: bool | tuple[str, ...]
@@ -81,7 +84,7 @@ class StagePlan:
 def held_always(stage: StagePlan) -> float:
     """Bytes of one copy of a stage, whatever is in flight."""
     weights = stage.num_versions * stage.weight_bytes + stage.frozen_bytes
-    return weights + stage.gradient_bytes + stage.state_bytes
+    return weights + stage.gradient_bytes + stage.state_bytes + stage.message_bytes
 
 
 def held_in_flight(stage: StagePlan) -> float:

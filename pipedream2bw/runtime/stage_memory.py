@@ -83,6 +83,7 @@ class StageMemory:
             "gradients": self.gradients + self.kept_gradients,
             "optimizer state": self.optimizer_state + self.anchors,
             "activations": self.activations + self.graphs,
+            "messages": self.message_buffers + self.messages_behind,
             "float32 masters": self.masters,
         }
         return {**kinds, "other": self.total - sum(kinds.values())}

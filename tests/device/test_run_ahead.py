@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ from tests.device import checked
 from tests.device.on_device import moved
 from tests.device.test_processes import join
 from tests.runs.launch import run_ranks
+from tests.unit.planning.test_planner import made_profile
 
 M, WIDTH = 4, 4
 MOST_AHEAD = 2
@@ -122,3 +124,16 @@ def test_a_device_is_two_microbatches_behind_its_stage_at_most(num_stages: int) 
     message = 2 * WIDTH * 4
     kinds = [(stage > 0) + (stage < num_stages - 1) for stage in range(num_stages)]
     assert held == [(MOST_BEHIND + 1) * message * each for each in kinds]
+    # What a plan for a GPU counts.
+    profile = made_profile([1e-3] * num_stages, message_bytes=message // 2)
+    on_gpu = dataclasses.replace(profile.device, type="cuda")
+    plan = pd2.plan(
+        dataclasses.replace(profile, device=on_gpu),
+        devices=num_stages,
+        memory="1GB",
+        batch=2 * M,
+        schedules=["2bw"],
+        recompute=["none"],
+        num_stages=num_stages,
+    )
+    assert [stage.message_bytes * 2 / plan.microbatch_rows for stage in plan.stages] == held

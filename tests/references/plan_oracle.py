@@ -304,11 +304,15 @@ def stages(
             "most_in_flight": flights[k],
             "activation_bytes": kept,
             "input_bytes": received,
+            "message_bytes": 0.0,
         }
+        if profile.device.type != "cpu":  # a value comes once, a gradient from each stage
+            stage["message_bytes"] = 3 * sum(size for ends, size in sent.items() if k in ends)
         stage["of_microbatch"] = received if again else kept
         stage["kept"] = flights[k] * stage["of_microbatch"]
         stage["again"] = most_again[k] * (kept if again else largest_block)
         stage["held"] = (versions + 1) * trained + state + (whole - trained) + stage["kept"]
+        stage["held"] += stage["message_bytes"]
         stage["peak_bytes"] = stage["held"] + stage["again"]
         found.append(stage)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 from typing import Any
 
@@ -108,6 +109,7 @@ def made_problem(
     most_types: int = 2,
     recompute: tuple[str, ...] = ("none", "stages"),
     shard_state: bool = False,
+    kinds: tuple[str, ...] = ("cpu",),
     **of_profile: Any,
 ) -> Problem:
     """On servers with fast links inside and slower ones between them, of one or two types."""
@@ -132,7 +134,7 @@ def made_problem(
     pieces = 1 + sum(layer.can_cut_after for layer in profile.layers)
     deep = {"num_stages": random.randint(1, min(pieces, count))}
     batch = random.choice([4, 8, 12])
-    return Problem(
+    problem = Problem(
         profile,
         cluster,
         memory,
@@ -145,6 +147,9 @@ def made_problem(
         shard_state=shard_state,
         **random.choice([{}, {"width": 1}, {} if "interleaved" in schedules else deep]),
     )
+    # On a GPU, which may be behind its host, messages take memory, too.
+    device = dataclasses.replace(profile.device, type=random.choice(kinds))
+    return dataclasses.replace(problem, profile=dataclasses.replace(profile, device=device))
 
 
 def problems(**options: Any) -> st.SearchStrategy[Problem]:

@@ -32,6 +32,7 @@ def stage_plan(layers: tuple[int, int], **changes: Any) -> StagePlan:
         "most_in_flight": 1,
         "activation_bytes": 2.0**29,
         "input_bytes": 0.0,
+        "message_bytes": 0.0,
         "memory_limit": 16 * 2.0**30,
         "recomputed": False,
     }

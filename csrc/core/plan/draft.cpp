@@ -12,7 +12,7 @@ namespace {
 double held_always(const PlannedStage& stage, int num_versions) {
   const StageCosts& costs = stage.costs;
   return num_versions * costs.weight_bytes + stage.frozen_bytes + costs.gradient_bytes +
-         costs.state_bytes;
+         costs.state_bytes + stage.message_bytes;
 }
 
 // The most bytes that a rank's stages keep of microbatches in flight, in their order on it.
@@ -50,7 +50,11 @@ std::vector<StageMemoryRule> StageDraft::memory_rules() const {
     rule.activations = again ? most_recomputed(shape, stage) : in_flight;
     rule.inputs = again ? in_flight : 0;
     for (const int rank : shape.ranks_of(stage)) {
-      rule.limit = std::min(rule.limit, holders.limits[rank] / sharing);
+      double left = holders.limits[rank];
+      if (!chosen.stages.empty()) {
+        for (const int k : shape.stages_on(rank)) left -= chosen.stages[k].message_bytes;
+      }
+      rule.limit = std::min(rule.limit, std::max(left, 0.0) / sharing);
     }
   }
   return rules;
@@ -151,7 +155,11 @@ void StageDraft::set_stages(const std::vector<int>& firsts) {
   }
   const auto messages = messages_between(sums, stage_of);
   std::vector<double> received(d, 0);
-  for (const auto& [from, to, bytes] : messages) received[to] += bytes;
+  std::vector<double> sent(d, 0);  // as large as the gradients that come back
+  for (const auto& [from, to, bytes] : messages) {
+    received[to] += bytes;
+    sent[from] += bytes;
+  }
   const std::vector<Received> shared = shared_bytes(profiled.shared, stage_of, d);
   std::vector<PlannedStage> stages(d);
   for (int k = 0; k < d; ++k) {
@@ -174,6 +182,7 @@ void StageDraft::set_stages(const std::vector<int>& firsts) {
         .weight_bytes = trained,
         .gradient_bytes = options.gradient * trained,
         .state_bytes = options.held_state(candidate.width) * trained};
+    stage.message_bytes = options.microbatches_behind * (received[k] + sent[k]);
     stage.summed_bytes = options.summed() * trained;
     stage.frozen_bytes = sum.parameter_bytes - sum.trained_bytes + shared[k].frozen;
     stage.most_in_flight = most_in_flight(shape, k);

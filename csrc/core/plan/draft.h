@@ -20,7 +20,8 @@ struct PlannedStage {
   double message = 0;
   int receiver = 0;
   double frozen_bytes = 0;
-  double summed_bytes = 0;  // by replicas, see PlanOptions
+  double message_bytes = 0;  // that it has received, of microbatches that its device is behind
+  double summed_bytes = 0;   // by replicas, see PlanOptions
   int most_in_flight = 0;
   double peak_bytes = 0;
   double memory_limit = 0;  // of the smallest device, of all its stages
@@ -61,7 +62,8 @@ struct StageDraft {
 
   bool recomputes_stages() const { return candidate.recompute == Recompute::kStages; }
 
-  // Each of a rank's stages with an equal share of its memory.
+  // Each of a rank's stages with an equal share of its memory: of what the messages of the stages
+  // leave that are set, if any are.
   std::vector<StageMemoryRule> memory_rules() const;
   StageSplitProblem split_problem(std::vector<StageMemoryRule> rules) const;
 

@@ -68,6 +68,8 @@ struct PlanOptions {
   double summed() const { return shares_state ? (gradient + 1) / 2 : gradient; }
   // Optimizers step in the host's memory: their times are of a rank's host, not of its device.
   bool steps_on_host = false;
+  // Microbatches that a device may be behind its host: their messages' memory is not free yet.
+  int microbatches_behind = 0;
   bool unequal_replicas = false;  // replicas may have different numbers of microbatches
   int num_alternatives = 5;
   double reserved = 0;  // bytes of each device that are no part of its type's memory; for errors

@@ -11,6 +11,8 @@
 namespace pd2 {
 namespace {
 
+constexpr int kMostTries = 3;  // to find a split that leaves its own messages their memory
+
 // Seconds of the slowest rank over the mean of all.
 double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& stages) {
   double slowest = 0;
@@ -31,6 +33,12 @@ StageSplitProblem split_problem_of_ranks(const StageDraft& draft) {
   std::vector<StageMemoryRule> rules = draft.memory_rules();
   for (StageMemoryRule& rule : rules) rule.limit *= draft.shape.stages_sharing_a_rank();
   return draft.split_problem(std::move(rules));
+}
+
+std::optional<std::vector<int>> split_of_ranks(const StageDraft& draft) {
+  auto found = split_interleaved(split_problem_of_ranks(draft), draft.shape.ranks);
+  if (!found) return std::nullopt;
+  return std::move(found->split.first_layers);
 }
 
 }  // namespace
@@ -125,9 +133,20 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
   }
   set_mean_message(draft);
   const auto add = [&](const std::optional<std::vector<int>>& firsts) {
-    if (!firsts) return;
+    if (!firsts) return false;
     draft.set_stages(*firsts);
     if (draft.set_memory()) found.push_back(draft.chosen);
+    return true;
+  };
+  // A split is made before its messages are known. If they leave it too little memory, another one
+  // is made for what they leave.
+  const int tries = problem_.options.microbatches_behind > 0 ? kMostTries : 1;
+  const auto add_fitting = [&](auto&& split) {
+    const std::size_t before = found.size();
+    draft.chosen.stages.clear();
+    for (int i = 0; i < tries && found.size() == before; ++i) {
+      if (!add(split())) return;
+    }
   };
   // Where there are many pieces a folded split is as even, and found sooner.
   const bool may_search = !draft.shape.is_folded() || num_pieces() <= kMostPiecesForRanks;
@@ -142,8 +161,11 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
     }
     const bool is_one_at_a_time = draft.recomputes_stages() && !draft.shape.recomputes_together();
     const int sharing = is_one_at_a_time ? draft.shape.stages_sharing_a_rank() : 1;
-    if (found.empty()) add(fitting_split(draft, sharing));
-    if (found.empty() && sharing > 1) add(fitting_split(draft, 1));
+    const auto shared_by = [&](int stages) {
+      add_fitting([&] { return fitting_split(draft, stages); });
+    };
+    if (found.empty()) shared_by(sharing);
+    if (found.empty() && sharing > 1) shared_by(1);
   }
   const double message = largest_message(draft.candidate) * draft.seconds_per_byte;
   if (may_search && !found.empty() &&
@@ -154,11 +176,10 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
     if (is_other) add(firsts);
     found.back().is_fastest = !is_other || found.size() > before;
   }
-  if (draft.shape.is_folded()) add(split_folded(split_problem_of_ranks(draft)));
-  if (may_balance_ranks(draft, found)) {
-    const auto split = split_interleaved(split_problem_of_ranks(draft), draft.shape.ranks);
-    if (split) add(split->split.first_layers);
+  if (draft.shape.is_folded()) {
+    add_fitting([&] { return split_folded(split_problem_of_ranks(draft)); });
   }
+  if (may_balance_ranks(draft, found)) add_fitting([&] { return split_of_ranks(draft); });
   return found;
 }
 

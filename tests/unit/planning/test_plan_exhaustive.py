@@ -120,7 +120,12 @@ def test_stages_take_and_hold_what_the_profile_says(
     schedules: tuple[str, ...], is_chain: bool
 ) -> None:
     plans = on_random_problems(
-        check_predictions, 40, schedules=schedules, is_chain=is_chain, updates=(0.0, 1e-10, 1e-9)
+        check_predictions,
+        60,
+        schedules=schedules,
+        is_chain=is_chain,
+        updates=(0.0, 1e-10, 1e-9),
+        kinds=("cpu", "cuda"),
     )
     assert sum(plan is not None and plan.num_stages > 1 for plan in plans) >= 8
 
@@ -174,7 +179,9 @@ def check_blocks(problem: Problem) -> bool:
 
 @pytest.mark.parametrize("schedule", [name for name in ALL if name != "chimera"])
 def test_blocks_that_run_again_are_those_that_take_the_least_time(schedule: str) -> None:
-    found = on_random_problems(check_blocks, 40, schedules=(schedule,), recompute=("blocks",))
+    found = on_random_problems(
+        check_blocks, 40, schedules=(schedule,), recompute=("blocks",), kinds=("cpu", "cuda")
+    )
     assert sum(found) >= 5
 
 
@@ -243,3 +250,14 @@ def test_plans_are_near_the_best_of_all_and_refused_only_if_nothing_fits(
         alone = [ratio for problem, ratio in planned if problem.width == 1]
         assert len(alone) >= 5
         assert max(alone) <= 2e-3
+
+
+@pytest.mark.parametrize("schedules", [("1f1b",), ("gpipe",), ("interleaved",)])
+def test_small_messages_that_a_gpu_has_not_read_cost_no_good_split(
+    schedules: tuple[str, ...],
+) -> None:
+    most, options = BEST_OF[schedules]
+    found = on_random_problems(
+        above_the_best, 60, schedules=schedules, largest_message=400, kinds=("cuda",), **options
+    )
+    assert max(each[1] for each in found if each is not None) <= most

@@ -117,6 +117,7 @@ OTHERS: list[tuple[dict[Place, Any], str]] = [
         r"stages\[0\].peak_bytes: 1000000000000000.0, all of its weights",
     ),
     ({("stages", 1, "activation_bytes"): 1e30}, r"stages\[1\].peak_bytes: .*together: 3\S*e\+30"),
+    ({("stages", 1, "message_bytes"): 1e30}, r"stages\[1\].peak_bytes: .*together: 1\S*e\+30"),
     ({("stages", 0, "memory_limit"): 0.0}, r"stages\[0\].memory_limit: 0.0, it must be > 0"),
     ({("stages", 0, "memory_limit"): 1e6}, r"stages\[0\].memory_limit: 1000000.0, peak of rank 0"),
     ({("stages", 1, "recompute"): 5.0}, r"stages\[1\].recompute: 5.0, recomputed: False"),

@@ -117,6 +117,23 @@ def test_a_model_too_large_is_told_what_would_do() -> None:
     assert made_plan(memory=f"{would_do}GiB").peak_bytes <= float(would_do) * 2**30
 
 
+def test_messages_that_a_gpu_has_not_read_take_memory() -> None:
+    """Stage 0 holds the most, and three microbatches' gradients of 100 kB beside it."""
+    profile = made_profile([1e-3] * 4)
+    gpu = dataclasses.replace(profile, device=dataclasses.replace(profile.device, type="cuda"))
+    sizes = {"devices": 4, "num_stages": 4, "batch": 4, "optimizer": "sgd", "width": 1}
+    choices = {"schedules": "1f1b", "recompute": "none"}
+    limit = 2 * 1e6 + 4 * 2e6
+    on_host = pd2.plan(profile, memory=limit, **sizes, **choices)
+    assert [stage.message_bytes for stage in on_host.stages] == [0] * 4
+    plan = pd2.plan(gpu, memory=limit + 3 * 1e5, **sizes, **choices)
+    assert [stage.message_bytes for stage in plan.stages] == [3e5, 6e5, 6e5, 3e5]
+    assert plan.peak_bytes == plan.stages[0].peak_bytes == on_host.peak_bytes + 3e5
+    with pytest.raises(DoesNotFit) as error:
+        pd2.plan(gpu, memory=limit + 2.9e5, **sizes, **choices)
+    assert error.value.limit == pytest.approx(plan.peak_bytes, rel=2e-3)
+
+
 def test_depth_goes_where_messages_are_fast_and_width_where_all_reduces_are() -> None:
     """On a mesh the layout turns with the bandwidths of rows and columns."""
     profile = made_profile([1e-3] * 2, megabytes=8, message_bytes=4_000_000)

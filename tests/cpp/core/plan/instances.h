@@ -148,6 +148,7 @@ class Instances {
     }
     options.state = below(3);
     options.unequal_replicas = true;
+    options.microbatches_behind = 3 * below(2);
     return problem;
   }
 

@@ -18,9 +18,8 @@ namespace pd2 {
 namespace {
 
 using testing::Instances;
-using testing::value_error;
-
 using testing::kSanitized;
+using testing::value_error;
 
 constexpr int rounds(int without_sanitizer) {
   return kSanitized ? without_sanitizer / 20 : without_sanitizer;
@@ -206,6 +205,7 @@ double bytes_of_rank(const PlanProblem& problem, const Evaluation& plan, int ran
     const PlannedStage& stage = plan.stages[copy % shape.depth()];
     std::vector<bool> is_again(layers.size(), plan.candidate.recompute == Recompute::kStages);
     double kept = stage.costs.input_bytes;
+    bytes += stage.message_bytes;
     for (const int b : stage.blocks) {
       const Block& block = problem.model.blocks[b];
       double of_block = 0;
