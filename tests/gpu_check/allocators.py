@@ -36,7 +36,6 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 M, BATCHES = 4, 6
 CASE = Case(num_stages=3, num_microbatches=M)
 WITHIN = 1e-6
-SECONDS = 14.0
 TIMEOUT = 10.0
 
 
@@ -58,7 +57,7 @@ def ask(device: Device, rows: Rows, setting: str, folder: str) -> None:
             one_rank,
             2,
             str(meeting),
-            seconds=patience(rows, SECONDS),
+            seconds=patience(rows),
             rendezvous="none",
             env=dict.fromkeys(VARIABLES, setting or None),
         )

@@ -26,7 +26,6 @@ from .section import Rows
 from .training import by_processes, distance, repeatable, sgd, task_on
 
 WITHIN = 1e-6
-SECONDS = 30.0  # for all of one number of processes
 TIMEOUT = 12.0  # of one pipeline
 WIDE_ON_A_GPU, WIDE_ELSEWHERE = 1024, 32
 """Of a layer; a microbatch of four times as many rows is 16 MiB on a GPU."""
@@ -93,7 +92,7 @@ def start(device: Device, rows: Rows, num_ranks: int, names: tuple[str, ...], fo
             num_ranks,
             names,
             folder,
-            seconds=patience(rows, SECONDS),
+            seconds=patience(rows),
             rank_environment=True,
         )
 

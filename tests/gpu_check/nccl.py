@@ -21,7 +21,6 @@ from .section import Rows
 from .training import by_processes, distance, repeatable, sgd, task_on
 
 M, BATCHES = 4, 5
-SECONDS = 14.0
 TIMEOUT = 12.0  # of one pipeline
 WITHIN = 1e-6
 SHARES_FROM = (2, 30)
@@ -75,7 +74,7 @@ def told(
             name,
             function,
             world_size,
-            seconds=patience(rows, SECONDS),
+            seconds=patience(rows),
             rendezvous="environment",
             **options,
         )
@@ -95,7 +94,7 @@ def fails(device: Device, rows: Rows, how: str) -> None:
             failing_rank,
             2,
             how,
-            seconds=patience(rows, SECONDS),
+            seconds=patience(rows),
             rendezvous="environment",
             env=SHARED,
             expect_failure=how == failing.KILLED,

@@ -22,7 +22,7 @@ from .training import by_processes, distance, repeatable, sgd, task_on
 
 M, BATCHES = 4, 6
 WITHIN = 1e-6
-SECONDS, TIMEOUT = 22.0, 9.0  # for the processes, and for one pipeline
+TIMEOUT = 9.0  # of one pipeline
 SHARED, STAGED = "the device's shared memory", "staged in the hosts' memory"
 """How messages travel; the first is what processes get that can open each other's memory."""
 
@@ -41,7 +41,7 @@ def run(device: Device, rows: Rows) -> None:
         one_rank,
         2,
         ways,
-        seconds=patience(rows, SECONDS),
+        seconds=patience(rows),
         rank_environment=True,
     )
     for way in ways if results is not None else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import torch
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import running
 from tests.gpu_check.device import Device
+from tests.gpu_check.ranks import LAST, MOST, patience
 from tests.gpu_check.running import Changed, Outcome, run_section
 from tests.gpu_check.section import Row, Rows, Section, read_rows
 from tests.gpu_check.sections import BUILD, PART, PARTS, SECTIONS, WHOLE
@@ -224,6 +226,17 @@ def test_a_section_may_take_what_others_need_not_up_to_as_much_again() -> None:
     assert command.limit_of(first, [second, third], left=95.0) == 25
     assert command.limit_of(first, [second, third], left=500.0) == 40
     assert command.limit_of(third, [], left=12.0) == 12
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds"),
+    [(math.inf, MOST), (40.0, 40.0 - LAST), (12.0, 12.0 - LAST), (LAST, 1.0), (-5.0, 1.0)],
+)
+def test_processes_end_before_their_section_does(
+    left: float, seconds: float, tmp_path: Path
+) -> None:
+    rows = Rows(tmp_path / "rows", measures=True, seconds=left)
+    assert patience(rows) == pytest.approx(seconds, abs=0.5)
 
 
 def test_the_check_itself_imports_no_torch() -> None:
