@@ -13,6 +13,8 @@ from .section import Section
 DETERMINISTIC = (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("CUDA_DEVICE_MAX_CONNECTIONS", "32"))
 # What cuBLAS takes for each stream and thread is of no report: 8 MiB in place of 32 on an H100.
 SMALL_WORKSPACES = (("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8"),)
+# With this NCCL lets ranks share a device, from 2.30 on.
+SHARING = (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)
 
 WHOLE, PART = 540.0, 240.0
 """Seconds for everything, and for one part."""
@@ -94,6 +96,7 @@ THIRD = (
         90,
         "noted: a GPT in bf16 against the unsplit model and torch's 1F1B",
         HERE + ".train:run",
+        environment=SHARING,
     ),
     Section(
         "chains",
@@ -113,6 +116,7 @@ THIRD = (
         25,
         "one rank trains; two on one device do, or are refused clearly",
         HERE + ".nccl:run",
+        environment=SHARING,
     ),
     Section(
         "allocators",
