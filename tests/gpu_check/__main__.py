@@ -22,7 +22,7 @@ from .goals import tables
 from .machine import machine
 from .report import Report, show, summary
 from .running import Changed, Outcome, Recorded, run_section
-from .section import Rows, Section
+from .section import NO_TIME, Rows, Section
 from .sections import BUILD, PART, PARTS, SECTIONS, WHOLE
 
 TOO_LATE = 8.0
@@ -41,8 +41,8 @@ def build(device: str, left: float, *, builds: bool, changed: Changed) -> Outcom
 
 def limit_of(section: Section, behind: Sequence[Section], left: float) -> float:
     """Its own seconds, and as many again of those that nobody needs by their limits."""
-    unused = left - section.seconds - sum(each.seconds for each in behind)
-    return min(left, section.seconds + min(max(unused, 0.0), section.seconds))
+    unused = max(left - section.seconds - sum(each.seconds for each in behind), 0.0)
+    return max(min(left, section.seconds + min(unused, section.seconds)), 0.0)
 
 
 def ask(options: argparse.Namespace, report: Report, end: float) -> None:
@@ -55,7 +55,7 @@ def ask(options: argparse.Namespace, report: Report, end: float) -> None:
     for number, section in enumerate(options.only):
         left = end - time.monotonic()
         if built.failure or left < TOO_LATE:
-            report.put(not_begun(section, built.failure or "no time was left"))
+            report.put(not_begun(section, built.failure or NO_TIME))
             continue
         seconds = limit_of(section, options.only[number + 1 :], left)
         outcome = run_section(

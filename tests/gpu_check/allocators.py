@@ -11,13 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.runs.trajectory import Trajectory
 from tests.samples.models import TASKS
 
 from .device import Device, open_device, unordered_accesses
 from .jitter import Jitter
 from .ranks import on_ranks, patience, together
-from .ring import counted_rings
+from .ring import WITHIN, counted_rings, judge_ranks, judge_rings
 from .section import Rows
 from .training import (
     Case,
@@ -35,8 +34,6 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The newer name, and the one that torch reads where it does not know that."""
 M, BATCHES = 4, 6
 CASE = Case(num_stages=3, num_microbatches=M)
-WITHIN = 1e-6
-SECONDS = 14.0
 TIMEOUT = 10.0
 
 
@@ -58,22 +55,19 @@ def ask(device: Device, rows: Rows, setting: str, folder: str) -> None:
             one_rank,
             2,
             str(meeting),
-            seconds=patience(rows, SECONDS),
+            seconds=patience(rows),
             rendezvous="none",
             env=dict.fromkeys(VARIABLES, setting or None),
         )
         if results is None:
             return
-        first, second = (each.value for each in results)
-        rows.note(f"{name}: torch's allocator", first["allocator"])
-        apart = max(first["threads"], second["threads"])
+        told = [each.value for each in results]
+        rows.note(f"{name}: torch's allocator", told[0]["allocator"])
+        apart = max(each["threads"] for each in told)
         rows.check(f"{name}: threads as the unsplit model", apart <= WITHIN, f"{apart:.1e}")
-        state = {**first["state"], **second["state"]}
-        apart = distance(Trajectory(first["losses"], state), first["want"])
-        rows.check(f"{name}: processes as the unsplit model", apart <= WITHIN, f"{apart:.1e}")
-        rings = first["rings"] + second["rings"]
+        judge_ranks(rows, f"{name}: processes as the unsplit model", told, told[0]["want"])
         if device.has_kernels:
-            rows.check(f"{name}: channels in shared memory", all(rings), f"{rings}")
+            judge_rings(rows, f"{name}: channels in shared memory", told)
         else:
             rows.absent(f"{name}: channels in shared memory", "the package is built without")
 

@@ -21,12 +21,10 @@ from tests.samples.models import TASKS, Task
 
 from .device import Device, open_device, unordered_accesses
 from .ranks import on_ranks, patience, together
-from .ring import counted_rings
-from .section import Rows
-from .training import by_processes, distance, repeatable, sgd, task_on
+from .ring import counted_rings, judge_ranks, judge_rings
+from .section import Pace, Rows
+from .training import by_processes, repeatable, sgd, task_on
 
-WITHIN = 1e-6
-SECONDS = 30.0  # for all of one number of processes
 TIMEOUT = 12.0  # of one pipeline
 WIDE_ON_A_GPU, WIDE_ELSEWHERE = 1024, 32
 """Of a layer; a microbatch of four times as many rows is 16 MiB on a GPU."""
@@ -76,10 +74,13 @@ def run(device: Device, rows: Rows) -> None:
             for num_ranks, names in asked.items()
         ]
         together(device, started)
+        pace = Pace(rows)
         for num_ranks, names in asked.items():
             for name in names:
-                with rows.guarded(f"{num_ranks} processes, {name}"):
-                    judge(device, rows, num_ranks, name, Path(folder))
+                what = f"{num_ranks} processes, {name}"
+                if pace.has_time(what):
+                    with rows.guarded(what):
+                        judge(device, rows, num_ranks, name, Path(folder))
 
 
 def start(device: Device, rows: Rows, num_ranks: int, names: tuple[str, ...], folder: str) -> None:
@@ -93,7 +94,7 @@ def start(device: Device, rows: Rows, num_ranks: int, names: tuple[str, ...], fo
             num_ranks,
             names,
             folder,
-            seconds=patience(rows, SECONDS),
+            seconds=patience(rows),
             rank_environment=True,
         )
 
@@ -106,17 +107,9 @@ def judge(device: Device, rows: Rows, num_ranks: int, name: str, folder: Path) -
         rows.check(what, False, "it was not done")
         return
     told: list[dict[str, Any]] = [torch.load(path, weights_only=False) for path in paths]
-    errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if "error" in each]
-    if errors:
-        rows.check(what, False, "\n".join(errors))
+    if not judge_ranks(rows, what, told, definition(device, chain, num_ranks).on_host()):
         return
-    state = {key: value for each in told for key, value in each["state"].items()}
-    apart = distance(
-        Trajectory(told[-1]["losses"], state), definition(device, chain, num_ranks).on_host()
-    )
-    rows.check(what, apart <= WITHIN, f"{apart:.1e}")
-    rings = [each["rings"] for each in told]
-    rows.check(f"{what}: channels in shared memory", min(min(r) for r in rings), f"{rings}")
+    judge_rings(rows, f"{what}: channels in shared memory", told)
     if chain.graphs:
         recorded = [each["recorded"] for each in told]
         rows.check(f"{what}: forwards, backwards as graphs", all(map(all, recorded)), f"{recorded}")

@@ -24,7 +24,7 @@ from .training import sgd_of
 
 M, FAILS_AT = 4, 3
 SOON = 5.0  # seconds after a failure the other process has raised
-SECONDS = 22.0
+TIMEOUT = 22.0  # of one pipeline
 TOO_MUCH = 1 << 50  # bytes
 KILLED = "kill -9"
 HOW = (KILLED, "an exception", "out of memory")
@@ -43,7 +43,7 @@ def ask(device: Device, how: str, rows: Rows) -> None:
             one_rank,
             2,
             how,
-            seconds=patience(rows, SECONDS),
+            seconds=patience(rows),
             rank_environment=True,
             expect_failure=how == KILLED,
         )
@@ -105,7 +105,7 @@ def fail(device: Device, how: str) -> dict[str, Any]:
     x = torch.randn(2 * M, WIDTH, device=device.torch)
     model = [nn.Linear(WIDTH, WIDTH, device=device.torch), _on(Failing(how), device)]
     pipe = pd2.PipelineModule(
-        model, F.mse_loss, num_microbatches=M, example_args=(x,), timeout=SECONDS
+        model, F.mse_loss, num_microbatches=M, example_args=(x,), timeout=TIMEOUT
     )
     opt = pd2.PipelineOptimizer(sgd_of(device, pipe.parameters()))
     try:

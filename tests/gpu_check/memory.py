@@ -14,8 +14,8 @@ from pipedream2bw.runtime.stage_memory import StageMemory
 
 from .blocks import blocks
 from .device import Device, open_device
-from .ranks import on_ranks, together
-from .section import Rows
+from .ranks import on_ranks, patience, together
+from .section import Pace, Rows
 from .training import adamw_of, has_pass
 
 NUM_STAGES, M, BATCHES = 2, 4, 4
@@ -25,6 +25,7 @@ HELD_BYTES = 32 << 20
 M_OF_MESSAGES = 16
 MESSAGE_ON_A_GPU, MESSAGE_ELSEWHERE = (4096, 1024), (64, 64)
 """Sequence and width; of so many bytes that what the allocator keeps of messages shows."""
+LEAST_OF_PROCESSES = 9.0  # seconds, in which processes have started and done little
 CONFIGURATIONS = (
     ("2bw", None, False),
     ("1f1b", None, False),
@@ -39,6 +40,7 @@ CONFIGURATIONS = (
 def run(device: Device, rows: Rows) -> None:
     large = device.is_gpu
     number, width, rows_each, length = (12, 1024, 2, 512) if large else (4, 128, 1, 16)
+    pace = Pace(rows)
     train(device, torch.randn(M, 8, 64), (2, 64), CONFIGURATIONS[0])  # loads what libraries load
     for configuration in CONFIGURATIONS if large else CONFIGURATIONS[::4]:
         schedule, precision, is_split = configuration
@@ -46,16 +48,19 @@ def run(device: Device, rows: Rows) -> None:
         if is_split and not has_pass(device):
             rows.absent(name, "no pass of the engine's for this device")
             continue
+        if not pace.has_time(name):
+            continue
         with rows.guarded(name):
             x = torch.randn(M * rows_each, length, width)
             judge(rows, name, *train(device, x, (number, width), configuration))
     name = "2bw, messages of 16 MiB"
-    with rows.guarded(name):
-        message = MESSAGE_ON_A_GPU if large else MESSAGE_ELSEWHERE
-        x = torch.randn(M_OF_MESSAGES, *message, device=device.torch)  # the caller's own memory
-        size = (2, x.shape[-1])
-        peak, report = train(device, x, size, CONFIGURATIONS[0], m=M_OF_MESSAGES, batches=10)
-        judge(rows, name, peak, report)
+    if pace.has_time(name):
+        with rows.guarded(name):
+            message = MESSAGE_ON_A_GPU if large else MESSAGE_ELSEWHERE
+            x = torch.randn(M_OF_MESSAGES, *message, device=device.torch)  # the caller's own memory
+            size = (2, x.shape[-1])
+            peak, report = train(device, x, size, CONFIGURATIONS[0], m=M_OF_MESSAGES, batches=10)
+            judge(rows, name, peak, report)
     with rows.guarded("workspaces"):
         note_workspaces(device, rows)
 
@@ -77,6 +82,8 @@ def note_workspaces(device: Device, rows: Rows) -> None:
     if not device.is_gpu:
         rows.absent("cuBLAS's workspaces", "they are CUDA's")
         return
+    if not rows.has_time("cuBLAS's workspaces", LEAST_OF_PROCESSES):
+        return
     settings = (None, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
     together(device, [functools.partial(note_workspace, device, rows, each) for each in settings])
 
@@ -90,7 +97,7 @@ def note_workspace(device: Device, rows: Rows, setting: str | None) -> None:
             name,
             workspace_bytes,
             1,
-            seconds=15.0,
+            seconds=patience(rows),
             rendezvous="none",
             env={"CUBLAS_WORKSPACE_CONFIG": setting},
         )

@@ -10,23 +10,22 @@ import torch
 import torch.distributed as dist
 
 import pipedream2bw as pd2
+from pipedream2bw.ranks.devices import nccl_shares_devices
 from tests.runs.trajectory import Trajectory, by_oracle
 from tests.samples.models import TASKS
 
 from . import failing
 from .device import Device, open_device, unordered_accesses
 from .ranks import on_ranks, patience, together
-from .ring import counted_rings
+from .ring import WITHIN, counted_rings
 from .section import Rows
+from .sections import SHARING
 from .training import by_processes, distance, repeatable, sgd, task_on
 
 M, BATCHES = 4, 5
-SECONDS = 14.0
 TIMEOUT = 12.0  # of one pipeline
-WITHIN = 1e-6
-SHARES_FROM = (2, 30)
-SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-"""With this NCCL lets ranks have one device, from that version on."""
+NONE_SHARED = dict.fromkeys(dict(SHARING))
+"""The section's own variables let ranks share a device; this takes them from a rank."""
 
 
 def run(device: Device, rows: Rows) -> None:
@@ -37,19 +36,20 @@ def run(device: Device, rows: Rows) -> None:
     if device.is_gpu and not dist.is_nccl_available():
         rows.absent("NCCL", "torch is built without it")
         return
+    name = "two ranks on one device"
     asked: list[Callable[[], None]] = [
-        functools.partial(told, device, rows, "one rank", one_rank, 1),
-        functools.partial(told, device, rows, "two ranks on one device", refused, 2),
+        functools.partial(told, device, rows, "one rank", one_rank, 1, env=NONE_SHARED),
+        functools.partial(told, device, rows, name, refused, 2, env=NONE_SHARED),
     ]
     if device.is_gpu:
         version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         rows.note("NCCL", ".".join(map(str, version)))
-        if version[:2] < SHARES_FROM:
+        if not nccl_shares_devices():
             rows.absent("two ranks", "this NCCL lets none share a device; from 2.30 on it can")
             together(device, asked)
             return
     asked += [
-        functools.partial(told, device, rows, "two ranks", two_ranks, 2, env=SHARED),
+        functools.partial(told, device, rows, "two ranks", two_ranks, 2),
         functools.partial(fails, device, rows, "an exception"),
         functools.partial(fails, device, rows, failing.KILLED),
     ]
@@ -75,7 +75,7 @@ def told(
             name,
             function,
             world_size,
-            seconds=patience(rows, SECONDS),
+            seconds=patience(rows),
             rendezvous="environment",
             **options,
         )
@@ -95,9 +95,8 @@ def fails(device: Device, rows: Rows, how: str) -> None:
             failing_rank,
             2,
             how,
-            seconds=patience(rows, SECONDS),
+            seconds=patience(rows),
             rendezvous="environment",
-            env=SHARED,
             expect_failure=how == failing.KILLED,
         )
         if results is not None:

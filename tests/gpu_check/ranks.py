@@ -48,9 +48,9 @@ def on_ranks(
         return None
 
 
-def patience(rows: Rows, least: float) -> float:
-    """Seconds for processes: what the section has left, which is more if others needed less."""
-    return min(max(least, rows.seconds_left - LAST), MOST)
+def patience(rows: Rows) -> float:
+    """Seconds for processes that leave the section the time to say what became of them."""
+    return max(1.0, min(rows.seconds_left - LAST, MOST))
 
 
 def together(device: Device, asked: Sequence[Callable[[], None]]) -> None:

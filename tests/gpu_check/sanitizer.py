@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .building import ROOT
 from .device import Device
-from .section import Rows
+from .section import NO_TIME, Rows
 
 USUAL = Path("/usr/local/cuda/bin/compute-sanitizer")
 LAST = 3.0  # seconds before the section's end
@@ -28,7 +28,7 @@ def run(device: Device, rows: Rows) -> None:
             command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=seconds
         )
     except subprocess.TimeoutExpired:
-        rows.note("compute-sanitizer", f"found nothing in {seconds:.0f} s, and was not done")
+        rows.absent("under compute-sanitizer", f"{NO_TIME}: it was not done in {seconds:.0f} s")
         return
     shown = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
     rows.check("under compute-sanitizer", done.returncode == 0, shown)

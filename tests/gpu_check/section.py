@@ -15,6 +15,8 @@ from typing import Literal
 
 Status = Literal["pass", "FAIL", "not measured", "not there", "noted"]
 
+NO_TIME = "no time was left"
+
 KEPT = 20_000
 """Characters of a detail, of which a failed process's output is one."""
 
@@ -104,6 +106,13 @@ class Rows:
         """What the section asks about does not exist here, and says so itself."""
         self._write(Row(name, "not there", detail=why))
 
+    def has_time(self, name: str, seconds: float) -> bool:
+        """Tells whether the section has so many left; if not, a row of that name says so."""
+        if self.seconds_left >= seconds:
+            return True
+        self.absent(name, NO_TIME)
+        return False
+
     def note(self, name: str, detail: str) -> None:
         self._write(Row(name, "noted", detail=detail))
 
@@ -120,6 +129,27 @@ class Rows:
         row = dataclasses.replace(row, detail=row.detail[:KEPT])
         with self._writing, self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+
+
+class Pace:
+    """Begins no more of what a section asks than it has time for, by what the last one took."""
+
+    MORE, AT_LEAST = 1.5, 2.0
+    """How many times as long the next one may take, and seconds for a section's end."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._taken = 0.0
+        self._begun: float | None = None
+
+    def has_time(self, name: str) -> bool:
+        """To be called before each; if there is none for it, a row of that name says so."""
+        now = time.monotonic()
+        if self._begun is not None:
+            self._taken = now - self._begun
+        has = self._rows.has_time(name, self.MORE * self._taken + self.AT_LEAST)
+        self._begun = now if has else None
+        return has
 
 
 def read_rows(path: Path) -> list[Row]:

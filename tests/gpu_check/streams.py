@@ -8,10 +8,11 @@ from .section import Rows
 
 
 def run(device: Device, rows: Rows) -> None:
-    for name, ask in (
-        ("queues", queues.run),
-        ("priorities", priorities.run),
-        ("first use", first_use.run),
+    for name, ask, seconds in (
+        ("queues", queues.run, 1.0),
+        ("priorities", priorities.run, 3.0),
+        ("first use", first_use.run, 5.0),
     ):
-        with rows.guarded(name):
-            ask(device, rows)
+        if rows.has_time(name, seconds):
+            with rows.guarded(name):
+                ask(device, rows)

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 import pipedream2bw as pd2
+from pipedream2bw.ranks.devices import nccl_shares_devices
 
 from . import gpt, stock
 from .device import Device, open_device
 from .gpt import Size, Trained, size_on
-from .nccl import SHARED, SHARES_FROM
 from .ranks import on_ranks
-from .section import Rows
+from .section import NO_TIME, Rows
 from .training import adamw_of
 
 LAST = 4.0  # seconds before the section's end
@@ -64,7 +64,7 @@ def run(device: Device, rows: Rows) -> None:
             left = rows.seconds_left - LAST
             share = left * needs / sum(each for _, each, _ in RUNS[number:])
             if left < needs:
-                rows.absent(name, "no time was left")
+                rows.absent(name, NO_TIME)
                 continue
             with rows.guarded(name):
                 trained = train(job, name, time.time() + share)
@@ -169,10 +169,7 @@ def by_processes(job: Job, name: str, end: float) -> Trained | None:
 def by_torch(job: Job, name: str, end: float) -> Trained | None:
     """Over NCCL where that lets both ranks have the device, else over gloo by the hosts' memory."""
     device = job.device
-    over_nccl = device.is_gpu and dist.is_nccl_available()
-    if over_nccl:
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        over_nccl = version[:2] >= SHARES_FROM
+    over_nccl = device.is_gpu and nccl_shares_devices()
     way = "nccl" if over_nccl else "gloo, through the hosts' memory"
     job.rows.note(f"{name}: messages", way)
     results = on_ranks(
@@ -186,7 +183,6 @@ def by_torch(job: Job, name: str, end: float) -> Trained | None:
         over_nccl,
         seconds=_patience(job, end),
         rendezvous="environment",
-        env=SHARED if over_nccl else {},
     )
     return None if results is None else _of_both(*(each.value for each in results))
 
