@@ -143,8 +143,8 @@ class SessionModule(nn.Module):
         """The processes that hold a stage of this process, one in each replica.
 
         For the state of a gradient hook: its collectives are made over this group. Nothing but
-        hooks may use it while the pipeline is open. On devices its transfers have no timeout of their
-        own: the pipeline's ends them.
+        hooks may use it while the pipeline is open. On devices the pipeline's timeout ends its
+        transfers, which have none of their own.
 
         Args:
             stage: may be left out where the process runs one.
