@@ -11,7 +11,8 @@
 namespace pd2 {
 namespace {
 
-constexpr int kMostTries = 3;  // to find a split that leaves its own messages their memory
+constexpr int kMostSplitsForMessages =
+    3;  // to find a split that leaves its own messages their memory
 
 // Seconds of the slowest rank over the mean of all.
 double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& stages) {
@@ -140,7 +141,7 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
   };
   // A split is made before its messages are known. If they leave it too little memory, another one
   // is made for what they leave.
-  const int tries = problem_.options.microbatches_behind > 0 ? kMostTries : 1;
+  const int tries = problem_.options.microbatches_behind > 0 ? kMostSplitsForMessages : 1;
   const auto add_fitting = [&](auto&& split) {
     const std::size_t before = found.size();
     draft.chosen.stages.clear();
