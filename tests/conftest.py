@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,6 +13,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
+THREADS = torch.get_num_threads()
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,6 +24,16 @@ def pytest_collection_finish() -> None:
     """What torch and the tests' modules hold stays: the garbage collector need not look there."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _threads_stay_as_they_are() -> Iterator[None]:
+    # The oracle's last bits depend on them: a test that left others behind would fail later ones.
+    yield
+    threads = torch.get_num_threads()
+    if threads != THREADS:
+        torch.set_num_threads(THREADS)
+    assert threads == THREADS
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,15 @@ def run(device: Device, rows: Rows) -> None:
     if not has_pass(device):
         rows.absent("passes", "the engine has none for this device")
         return
+    threads = torch.get_num_threads()
     torch.set_num_threads(min(THREADS, len(os.sched_getaffinity(0))))  # the CPU takes longest
+    try:
+        compare_all(device, rows)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def compare_all(device: Device, rows: Rows) -> None:
     every_size, sizes = (EVERY_SIZE, SIZES) if device.is_gpu else ([*range(1, 40), 4097],) * 2
     pace = Pace(rows)
     for stored in STORED:
