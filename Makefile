@@ -132,7 +132,7 @@ endef
 # the searches' speed and largest cases are tested. The engine's tests are run under test-tsan alone:
 # libtorch's headers take minutes to compile.
 test-cpp: $(STAMPS)/extension
-	$(call run_cpp_tests,build/cpp,-DPD2_TESTS='core;transport;kernels' $(PD2_OBJECTS),--timeout 300)
+	$(call run_cpp_tests,build/cpp,-DPD2_TESTS='core;planner;transport;kernels' $(PD2_OBJECTS),--timeout 300)
 	$(call run_cpp_tests,build/cpp-asan,$(ASAN),--timeout 600)
 
 PD2_OBJECTS = -DPD2_OBJECTS="$$(ls -dt $(abspath build)/temp-* | grep -v testing | head -n 1)"

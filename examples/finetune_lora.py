@@ -21,7 +21,7 @@ import transformers
 from byte_text import load_text
 from peft import LoraConfig, get_peft_model
 
-from pipedream2bw.integrations.transformers import PipelineTrainer
+from pipedream2bw.extras.transformers import PipelineTrainer
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "docs"
 

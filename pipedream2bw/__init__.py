@@ -4,6 +4,9 @@
 optimizer; see their docstrings, and docs/design.md for how it works.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from ._build_check import check_loaded_torch
 
 check_loaded_torch()
@@ -37,28 +40,45 @@ from .optimizer.replica_sync import ReplicaSync
 from .optimizer.skew_scout import SkewScout
 from .optimizer.staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
 from .pictures.canvas import Picture
-from .pictures.plan import draw_plan
 from .pictures.text import draw_text
 from .pictures.timeline import draw_timeline
 from .pictures.trace import read_events, write_events, write_trace
-from .pipeline.data_stalls import DataStalls, data_stalls
 from .pipeline.module import PipelineModule
-from .planning.calibration import Calibration, calibrate
-from .planning.cluster import Cluster, DeviceType
-from .planning.plan import Alternative, Plan
-from .planning.planner import plan
-from .planning.stage_plan import StagePlan
-from .profiling.profile import Profile
-from .profiling.profiler import profile
-from .profiling.traffic import ActionTraffic, StageTraffic, TrafficReport
 from .runtime.lazy_numbers import Loss
 from .runtime.microbatch import Microbatch
 from .runtime.stage_memory import MemoryReport, StageMemory
 from .runtime.timeline import Timeline
 from .schedules.events import Event
-from .schedules.fastest_v import fastest_v_schedule
 from .schedules.load import load_schedule, make_schedule, schedule_names
-from .schedules.simulate import HostCosts, IdleTime, LaunchCosts, Simulation, simulate
+
+if TYPE_CHECKING:
+    from .extras import (
+        ActionTraffic,
+        DataStalls,
+        StageTraffic,
+        TrafficReport,
+        data_stalls,
+        fastest_v_schedule,
+        traffic_report,
+    )
+    from .planner import (
+        Alternative,
+        Calibration,
+        Cluster,
+        DeviceType,
+        HostCosts,
+        IdleTime,
+        LaunchCosts,
+        Plan,
+        Profile,
+        Simulation,
+        StagePlan,
+        calibrate,
+        draw_plan,
+        plan,
+        profile,
+        simulate,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -122,7 +142,18 @@ __all__ = [
     "save",
     "schedule_names",
     "simulate",
+    "traffic_report",
     "use_local_shards",
     "write_events",
     "write_trace",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Loads the planner and the extras when one of their names is first asked for."""
+    if name in __all__:
+        for house in ("planner", "extras"):
+            module = importlib.import_module(f".{house}", __name__)
+            if name in module.__all__:
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

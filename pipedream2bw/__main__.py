@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from .commands.checkpoint import add_checkpoint_command
 from .commands.doctor import add_doctor_command
-from .commands.draw import add_draw_command, add_schedules_command
-from .commands.plan import add_plan_command, add_show_command
-from .commands.profile import add_profile_command
+from .planner.commands.draw import add_draw_command, add_schedules_command
+from .planner.commands.plan import add_plan_command, add_show_command
+from .planner.commands.profile import add_profile_command
 
 EXIT_CODES = """exit codes:
   0  done

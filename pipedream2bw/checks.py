@@ -1,10 +1,12 @@
-"""Checks of numbers and bools that callers give."""
+"""Checks of numbers, bools and devices that callers give."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
+
+import torch
 
 
 def check_bool(name: str, value: object) -> bool:
@@ -78,3 +80,13 @@ def check_microbatches_of_replicas(given: Sequence[object], width: int) -> tuple
             "for all"
         )
     return tuple(given)  # type: ignore[arg-type]
+
+
+def check_optimizer_device(device: object) -> None:
+    """Raises ValueError or TypeError unless optimizers may work there."""
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"optimizer_device: {device!r} given, it must be a device or None")
+    if str(device) != "cpu":
+        raise ValueError(
+            f"optimizer_device: {str(device)!r}, known: 'cpu', and None for each stage's own"
+        )

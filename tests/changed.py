@@ -24,6 +24,7 @@ CORE = (
 )
 ROOMS_OF_CXX = {
     "core": ("schedules", "planning"),
+    "planner": ("schedules", "planning"),
     "engine": ("runtime", "optimizer"),
     "kernels": ("optimizer",),
     "transport": ("runtime",),
@@ -38,6 +39,8 @@ def tests_of(path: PurePosixPath) -> Iterator[str]:
     match path.parts:
         case ("tests", "unit" | "distributed", *_, name) if name.startswith("test_"):
             yield str(path)
+        case ("pipedream2bw", "planner" | "extras" as house, room, *_):
+            yield from (f"tests/unit/{house}", f"tests/unit/{room}")
         case ("pipedream2bw", room, _, *_):
             yield f"tests/unit/{room}"
         case ("csrc", folder, *_):

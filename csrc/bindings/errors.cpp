@@ -2,7 +2,7 @@
 #include "core/schedule/errors.h"
 
 #include "bindings/bindings.h"
-#include "core/plan/plan.h"
+#include "planner/plan/plan.h"
 
 #include <exception>
 

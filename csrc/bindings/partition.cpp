@@ -1,6 +1,6 @@
 // The partition of layers into stages, as Python sees it.
 #include "bindings/structs.h"
-#include "core/partition/stage_split.h"
+#include "planner/partition/stage_split.h"
 
 #include <utility>
 #include <vector>
@@ -33,7 +33,7 @@ void bind_partition(py::module_& module) {
              py::arg("values"),
              R"(Cuts layers into stages such that the slowest is as fast as possible.
 
-Exact; csrc/core/partition/stage_split.h states rule, ties and method.
+Exact; csrc/planner/partition/stage_split.h states rule, ties and method.
 
 Args:
     layers: one per layer in execution order, seconds of one microbatch.

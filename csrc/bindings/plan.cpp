@@ -1,5 +1,5 @@
 // The planner, as Python sees it.
-#include "core/plan/plan.h"
+#include "planner/plan/plan.h"
 
 #include "bindings/structs.h"
 

@@ -5,8 +5,8 @@
 #include "core/schedule/methods.h"
 #include "core/schedule/unroll.h"
 #include "core/schedule/validate.h"
-#include "core/simulate/fastest_v.h"
-#include "core/simulate/simulate.h"
+#include "planner/simulate/fastest_v.h"
+#include "planner/simulate/simulate.h"
 
 #include <pybind11/operators.h>
 

@@ -399,3 +399,14 @@ def bonds_of(captured: Captured) -> Bonds:
         for first, last, name in captured.costs.written_values
     )
     return Bonds([bond for bond in found if bond.first != bond.last])
+
+
+def names_of_layers(captured: Captured) -> list[str]:
+    """What ``PipelineModule(split=[...])`` takes for each layer."""
+    first = first_layers(captured)
+    return [
+        layer.name if first[layer.name] == index else node.name
+        for index, (layer, node) in enumerate(
+            zip(captured.layers, captured.layer_nodes, strict=True)
+        )
+    ]

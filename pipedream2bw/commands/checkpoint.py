@@ -12,8 +12,8 @@ from ..checkpoint.importing import import_weights
 from ..checkpoint.inspecting import damage_of, num_parameters
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.source import Source
-from ..planning.units import format_bytes
 from ..table import table
+from ..units import format_bytes
 from .output import print_json
 
 

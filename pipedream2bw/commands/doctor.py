@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _build_info
-from ..planning.units import format_bytes
+from ..units import format_bytes
 from .output import print_json
 
 SHARED_MEMORY = "/dev/shm"

@@ -19,8 +19,8 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from ..planning.units import format_seconds
 from ..schedules.events import KIND_NAMES, Event, Row, number_batches, row_of, stages_of_rows
+from ..units import format_seconds
 
 # Fills an action's columns after its label.
 _FILL = {"F": "-", "B": "=", "I": "~", "W": "+", "R": "^"}

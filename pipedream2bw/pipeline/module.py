@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._C import Schedule
 from ..errors import PeerLost
 from ..model.metrics import Metric
-from ..planning.plan import Plan
-from ..profiling.profile import Profile
 from ..ranks.agreement import Operation
 from ..runtime.given import Call
 from ..runtime.lazy_numbers import Loss
@@ -23,6 +22,10 @@ from ..runtime.microbatch import Microbatch
 from .opening import open_session
 from .options import Options
 from .session_module import SessionModule
+
+if TYPE_CHECKING:
+    from ..planner.planning.plan import Plan
+    from ..planner.profiling.profile import Profile
 
 
 class PipelineModule(SessionModule):
@@ -221,7 +224,12 @@ class PipelineModule(SessionModule):
     ) -> None:
         given = locals()
         options = Options(**{name: given[name] for name in Options.__annotations__})
-        super().__init__(open_session(model, loss_fn, options))
+        arrange = None
+        if plan is not None or num_stages == "auto":
+            from ..planner.arranging import arrange_as_planned  # the planner is loaded for it alone
+
+            arrange = functools.partial(arrange_as_planned, model, loss_fn, options)
+        super().__init__(open_session(model, loss_fn, options, arrange))
 
     # ------------------------------------------------------------------ what the user reads
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,11 +31,12 @@ from ..runtime.session import Session
 from ..runtime.tied_copies import check_ties, find_ties
 from ..stages.compile import compile_options
 from ..stages.modes import Modes
-from .arrangement import Arrangement, check_model
-from .auto_plan import plan_for_devices_at_hand
+from .arrangement import Arrangement
 from .options import Options, check_options, stage_devices, what_to_recompute
 
 _numbers = itertools.count()  # of the pipelines of this process; ranks make them in one order
+
+Arrange = Callable[[ControlPlane], Callable[[], Arrangement]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,17 +55,21 @@ def open_session(
     model: nn.Module | Sequence[nn.Module],
     loss_fn: Callable[[Any, Any], torch.Tensor],
     options: Options,
+    arrange: Arrange | None = None,
 ) -> Session:
-    """Opens a pipeline; every rank calls it, and raises what any of them finds."""
+    """Opens a pipeline; every rank calls it, and raises what any of them finds.
+
+    Args:
+        arrange: makes the arrangement in place of the options' own. Every rank calls it with the
+            control plane, and then what it returns.
+    """
     device_type = device_type_of(model, options.example_args, options.example_kwargs)
     control = join(f"pipeline{next(_numbers)}", device_type, options.timeout)
     with contextlib.ExitStack() as opened:
         opened.callback(control.close)
-        if options.plan is None and options.num_stages == "auto":
-            plan = plan_for_devices_at_hand(model, loss_fn, options, control)
-            options = dataclasses.replace(options, num_stages=None, plan=plan)
+        own = functools.partial(Arrangement.of, options, model)
         arrangement = control.together(
-            lambda: Arrangement.of(options, model),
+            own if arrange is None else arrange(control),
             same=lambda made: {
                 **made.settings(),
                 **options.settings(),
@@ -152,8 +158,9 @@ def check(
     devices = stage_devices(options.devices, schedule.depth, num_processes, home)
     check_graphs(options.graphs, devices, recomputes=recomputes, random=options.random)
     replicated = tuple(options.replicated)
-    if arrangement.plan is not None:
-        check_model(arrangement.plan, root, example, replicated, precision)
+    check_layers = arrangement.check_layers
+    if check_layers is not None:
+        check_layers = functools.partial(check_layers, root=root, precision=precision)
     split = arrangement.split
     stage_options = StageOptions(
         loss_fn=loss_fn,
@@ -185,6 +192,7 @@ def check(
             dynamic_shapes=options.dynamic_shapes,
             numbers_draws=draws_by_key and not compiling,
             precision=precision,
+            check_layers=check_layers,
         ),
         accumulation=Accumulation(
             options.accumulate,

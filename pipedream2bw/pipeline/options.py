@@ -14,26 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._C import Schedule
 from ..accelerator import with_index
-from ..checks import check_number, check_whole_number
+from ..checks import check_number, check_optimizer_device, check_whole_number
 from ..model.metrics import Metric
-from ..planning.arguments import check_optimizer_device
-from ..planning.plan import Plan
-from ..profiling.profile import Profile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of :class:`PipelineModule`, as they were given there."""
 
-    plan: Plan | str | os.PathLike[str] | None
+    plan: object  # which the planner reads, as the other two
     num_stages: int | str | None
     num_microbatches: int | Sequence[int] | None
     schedule: str | os.PathLike[str] | Schedule | None
     stages_per_rank: int | None
     example_args: Sequence[Any]
     example_kwargs: Mapping[str, Any] | None
-    example_target: Any
-    profile: Profile | str | os.PathLike[str] | None
+    example_target: object
+    profile: object
     split: str | Sequence[str] | None
     width: int | None
     mesh: DeviceMesh | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -12,17 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import svg
-from ..capture.device_figures import DeviceFigures
 from ..model.checkpoint import Checkpoint, open_checkpoint
-from ..profiling.traffic import TrafficReport
-from ..profiling.traffic_count import traffic_of
 from ..ranks.agreement import Operation
 from ..runtime.comm_hook import CommHook, register_comm_hook, replica_group
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.session import Session
 from ..runtime.stage_memory import MemoryReport, memory_of
 from ..runtime.timeline import Timeline, recording
-from ..schedules.events import Event
 
 _PLACEHOLDER = "_placeholder"
 
@@ -74,48 +70,6 @@ class SessionModule(nn.Module):
         With two pipelines stage d + i is the second one's copy of stage i.
         """
         return MemoryReport((stage.index, memory_of(stage)) for stage in self.session.stages)
-
-    def traffic_report(
-        self,
-        target: Any = None,
-        *,
-        microbatch_rows: int | None = None,
-        figures: DeviceFigures | None = None,
-        events: Sequence[Event] | Timeline = (),
-    ) -> TrafficReport:
-        """Bytes that the actions of this process's stages move, by kind, and what limits them.
-
-        Each operator reads its inputs and writes its outputs once; views move nothing, and there is
-        no cache: a large one moves less, an operator that reads something twice more. Of compiled
-        stages the operators before their fusion count. Forward and backward of one microbatch run
-        on tensors without values: nothing is computed, drained or changed, and no process waits for
-        another. Arguments are those of the example call.
-
-        Updates count as the engine's fused ones: weights, gradients and state are read once,
-        weights and state written once; state that does not exist before the first step does not
-        count, nor does clipping, nor state of other optimizers. Messages have their size once on
-        each side, and may pass without a copy in one process; with w copies of a stage, replicas or
-        pipelines, the gradients' sum has 2 (w - 1) / w of these going out, and as many coming in.
-
-        Data movement by operator is the view of "Data Movement Is All You Need" (arXiv 2007.00072).
-
-        Args:
-            target: of the loss, with any number of rows; its tensors must have them in dimension 0.
-            microbatch_rows: rows of the microbatch; the example's, divided by
-                the batch's microbatches, if not given.
-            figures: the device's peaks, of :data:`KNOWN_DEVICES` or made by hand; its efficiencies
-                are not used. Measured here if not given, by a product of matrices and a copy.
-            events: a :meth:`timeline`, or rows of one, for the share of the roofline that is
-                reached.
-
-        Raises:
-            ValueError: rows below 1; the model has an operator that needs values.
-            TypeError: ``figures`` is something else.
-        """
-        rows = events.rows if isinstance(events, Timeline) else events
-        return traffic_of(
-            self.session, target, microbatch_rows=microbatch_rows, figures=figures, events=rows
-        )
 
     def timeline(self) -> contextlib.AbstractContextManager[Timeline]:
         """Records the actions executed inside the ``with`` block; drains at its end."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from ..capture.capture import capture
+from ..capture.capture import capture, capture_finely
 from ..capture.captured import Captured, blocks_of_layers, constants_of, refuse_parameters
 from ..model.fingerprint import describe_parameters
 from ..model.materialize import Example, brought_together, for_capture
@@ -41,6 +41,8 @@ class Modes:
         recomputed_blocks: names of the modules whose forward is run again in the backward.
         dynamic_shapes: whether all sizes of arguments are left open that the model leaves open.
         numbers_draws: whether the stages number the random draws of their layers.
+        check_layers: the layers are those of a plan: the model is captured as finely as for a
+            profile, and this raises ValueError if it is another model.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Modes:
         dynamic_shapes: bool = False,
         numbers_draws: bool = False,
         precision: Precision,
+        check_layers: Callable[[Captured], None] | None = None,
     ) -> None:
         self._root = root
         self._num_stages = num_stages
@@ -65,6 +68,7 @@ class Modes:
         self._dynamic_shapes = dynamic_shapes
         self._numbers_draws = numbers_draws
         self._precision = precision
+        self._check_layers = check_layers
         self._by_training: dict[bool, Mode] = {}
 
     @property
@@ -99,7 +103,7 @@ class Modes:
                     captured = self._capture_like_first(root_here, options)
                 boundaries = place_like(captured, self.first.programs)
             else:
-                captured = capture(root, num_stages=self._num_stages, split=self._split, **options)
+                captured = self._capture_first(root, options)
                 boundaries = choose_boundaries(captured, self._num_stages, self._split)
             refuse_parameters(constants_of(captured), addresses)
         leaves = [captured.signature.tensors[position] for position in captured.input_positions]
@@ -111,6 +115,16 @@ class Modes:
         mode = Mode(int(training), captured, programs, whole)
         self._by_training[training] = mode
         return mode
+
+    def _capture_first(self, root: nn.Module, options: Mapping[str, Any]) -> Captured:
+        if self._check_layers is None:
+            return capture(root, num_stages=self._num_stages, split=self._split, **options)
+        example = options["example_args"], options["example_kwargs"]
+        captured = capture_finely(
+            root, example, self._replicated, dynamic_shapes=self._dynamic_shapes
+        )
+        self._check_layers(captured)
+        return captured
 
     def _capture_like_first(self, root: nn.Module, options: Mapping[str, Any]) -> Captured:
         """Captures the model in a way that can be cut like the first mode."""

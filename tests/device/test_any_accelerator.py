@@ -10,8 +10,8 @@ import torch
 from pipedream2bw.capture.tracing import _ambient_modes
 from pipedream2bw.checkpoint.save import generator_states, set_generators
 from pipedream2bw.model.surroundings import plain_modes
-from pipedream2bw.profiling.profiler import _this_device
-from pipedream2bw.profiling.timing import time_on
+from pipedream2bw.planner.profiling.profiler import _this_device
+from pipedream2bw.planner.profiling.timing import time_on
 
 DEVICE = torch.device("checked:0")
 

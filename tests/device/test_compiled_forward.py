@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipedream2bw.dynamo.backend import pipedream2bw
+from pipedream2bw.extras.dynamo.backend import pipedream2bw
 from tests.device import checked
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import pipedream2bw as pd2
 from tests.runs.launch import run_ranks
-from tests.unit.pipeline.test_data_stalls import ROWS, WIDTH, Loader
+from tests.unit.extras.test_data_stalls import ROWS, WIDTH, Loader
 
 
 class Fails(Loader):

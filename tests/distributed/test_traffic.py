@@ -30,7 +30,7 @@ def reported(width: int, *, shares: bool = False) -> dict[int, dict[str, Any]]:
     ) as pipe:
         if shares:
             pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), shard_state=True)
-        report = pipe.traffic_report(x, microbatch_rows=2, figures=pd2.KNOWN_DEVICES["v100"])
+        report = pd2.traffic_report(pipe, x, microbatch_rows=2, figures=pd2.KNOWN_DEVICES["v100"])
         return {index: dataclasses.asdict(stage) for index, stage in report.stages.items()}
 
 

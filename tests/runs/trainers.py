@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import Trainer
 
-from pipedream2bw.integrations.transformers import PipelineTrainer
+from pipedream2bw.extras.transformers import PipelineTrainer
 from tests.samples.trainer_tasks import TrainerTask
 
 Log = list[dict[str, Any]]

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipedream2bw import _C
-from pipedream2bw.planning.plan import Plan, bytes_of_rank
-from pipedream2bw.planning.stage_plan import StagePlan, held_always, held_in_flight
+from pipedream2bw.planner.planning.plan import Plan, bytes_of_rank
+from pipedream2bw.planner.planning.stage_plan import StagePlan, held_always, held_in_flight
 
 
 def stage_plan(layers: tuple[int, int], **changes: Any) -> StagePlan:
@@ -107,7 +107,7 @@ def plan_for(
     """Of a model whose stages begin at these layers; device k of a replica has stage k."""
     from pipedream2bw.capture.chain import as_root
     from pipedream2bw.model.fingerprint import describe_parameters, fingerprint_of
-    from pipedream2bw.profiling.prepared import layer_names
+    from pipedream2bw.planner.profiling.prepared import layer_names
 
     root = as_root(model)
     names = layer_names(root, example_args=args)

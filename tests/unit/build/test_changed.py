@@ -8,7 +8,11 @@ import pytest
 
 from tests.changed import CORE, ROOMS_OF_CXX, ROOT, chosen
 
-ROOMS = sorted(path.parent.name for path in (ROOT / "pipedream2bw").glob("*/__init__.py"))
+PACKAGE = ROOT / "pipedream2bw"
+ROOMS = sorted(
+    path.parent.relative_to(PACKAGE).as_posix()
+    for path in [*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("*/*/__init__.py")]
+)
 
 
 def test_the_core_is_always_among_them() -> None:
@@ -19,7 +23,7 @@ def test_the_core_is_always_among_them() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_has_tests(room: str) -> None:
     for path in (f"pipedream2bw/{room}/some_file.py", f"pipedream2bw/{room}/deep/file.py"):
-        assert f"tests/unit/{room}" in chosen([path])
+        assert f"tests/unit/{Path(room).name}" in chosen([path])
 
 
 def test_every_folder_of_cxx_has_tests() -> None:

@@ -112,7 +112,7 @@ pipe = pd2.PipelineModule(model, loss_fn, plan=plan, precision="bf16", example_a
     ("docs/torch_compile.md", 'backend="pipedream2bw"'): VECTOR_MODEL.format(layers=4)
     + """
 import torch._dynamo
-from pipedream2bw.dynamo.backend import pipedream2bw
+from pipedream2bw.extras.dynamo.backend import pipedream2bw
 if "pipedream2bw" not in torch._dynamo.list_backends():  # where the package is not installed
     torch._dynamo.register_backend(pipedream2bw, name="pipedream2bw")
 """,

@@ -67,7 +67,7 @@ pd2.profile(model, loss_fn, example_args=(x,), target=y, microbatch_rows=(1, 2),
 import torch
 import pipedream2bw as pd2
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-from pipedream2bw.integrations.transformers import PipelineTrainer
+from pipedream2bw.extras.transformers import PipelineTrainer
 model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16,
     num_hidden_layers=4, num_attention_heads=2))
 data = [{"input_ids": list(range(8)), "labels": list(range(8))}] * 8

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from examples.gpt import GPT
-from pipedream2bw.dynamo.backend import pipedream2bw
+from pipedream2bw.extras.dynamo.backend import pipedream2bw
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -58,7 +58,7 @@ def test_a_traffic_report_has_bars_as_long_as_a_batch_moves_bytes() -> None:
         with pipe.timeline() as timeline:
             pipe.train_step(torch.ones(8, 8), target=torch.ones(8, 8))
         pipe.discard_batch()
-        report = pipe.traffic_report(torch.ones(8, 8), events=timeline)
+        report = pd2.traffic_report(pipe, torch.ones(8, 8), events=timeline)
     batches = {index: stage.of_batch for index, stage in report.stages.items()}
     assert all(stage.forward.median_seconds for stage in report.stages.values())
     longest = max(

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.planning.calibration import Calibration, calibrate
+from pipedream2bw.planner.planning.calibration import Calibration, calibrate
 from pipedream2bw.runtime.stage_memory import StageMemory
 from tests.samples.plans import plan_for, plan_of, stage_plan, with_peak
 

@@ -92,7 +92,9 @@ def test_a_width_and_depth_are_refused_where_the_search_has_none(
 
     grid = [(w, d) for w in (None, 1, 2, 3, 4) for d in (None, *range(1, 9))]
     checked = [told(*sizes) for sizes in grid]
-    monkeypatch.setattr("pipedream2bw.planning.planner.check_grid", lambda *given, **sizes: None)
+    monkeypatch.setattr(
+        "pipedream2bw.planner.planning.planner.check_grid", lambda *given, **sizes: None
+    )
     searched = [told(*sizes) for sizes in grid]
     assert [bool(each) for each in checked] == [bool(each) for each in searched]
     assert all(not each or each.startswith(f"schedules: {schedule}") for each in checked)

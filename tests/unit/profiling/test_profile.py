@@ -22,11 +22,11 @@ import pipedream2bw as pd2
 from examples.gpt import GPT, next_byte_loss
 from pipedream2bw.__main__ import main
 from pipedream2bw.model.materialize import for_capture
-from pipedream2bw.profiling.layer_groups import group_layers
-from pipedream2bw.profiling.links import rounds_of_pairs
-from pipedream2bw.profiling.loss_graph import add_loss
-from pipedream2bw.profiling.prepared import capture_finely, layer_names
-from pipedream2bw.profiling.records import ProfiledLinks
+from pipedream2bw.planner.profiling.layer_groups import group_layers
+from pipedream2bw.planner.profiling.links import rounds_of_pairs
+from pipedream2bw.planner.profiling.loss_graph import add_loss
+from pipedream2bw.planner.profiling.prepared import capture_finely, layer_names
+from pipedream2bw.planner.profiling.records import ProfiledLinks
 from tests.runs.trajectory import make_pipeline, sgd
 from tests.samples.models import TASKS
 

@@ -3,7 +3,7 @@
 
 #include "core/schedule/unroll.h"
 #include "core/schedule/validate.h"
-#include "core/simulate/simulate.h"
+#include "planner/simulate/simulate.h"
 #include "raises.h"
 #include "sanitized.h"
 #include "schedule_execution.h"

@@ -4,7 +4,7 @@
 #include "core/schedule/methods.h"
 #include "core/schedule/unroll.h"
 #include "core/schedule/validate.h"
-#include "core/simulate/simulate.h"
+#include "planner/simulate/simulate.h"
 #include "raises.h"
 #include "sanitized.h"
 

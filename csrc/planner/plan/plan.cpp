@@ -1,0 +1,294 @@
+#include "planner/plan/plan.h"
+
+#include "core/infinity.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <set>
+#include <tuple>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+// The best so far, one of each kind of candidate.
+class Best {
+ public:
+  explicit Best(std::size_t most) : most_(most) {}
+
+  // There must be one.
+  double least() const { return kept_.front().score; }
+
+  // The score that a plan must be below to be among them.
+  double worth() const { return kept_.size() < most_ ? kInfinity : kept_.back().score; }
+
+  void consider(Evaluation evaluation) {
+    const auto same = std::ranges::find_if(kept_, [&](const Evaluation& kept) {
+      return same_but_mapping(kept.candidate, evaluation.candidate);
+    });
+    if (same != kept_.end()) {
+      if (same->score <= evaluation.score) return;
+      kept_.erase(same);
+    }
+    const auto place = std::ranges::upper_bound(kept_, evaluation.score, {}, &Evaluation::score);
+    kept_.insert(place, std::move(evaluation));
+    if (kept_.size() > most_) kept_.pop_back();
+  }
+
+  std::vector<Evaluation> take() && { return std::move(kept_); }
+
+ private:
+  std::size_t most_;
+  std::vector<Evaluation> kept_;
+};
+
+// All candidates of a problem with their bounds, the least bound first. Those that recompute blocks
+// come after all others: their bound is low, and when something else is known most can be dropped
+// before their blocks are chosen.
+class Queue {
+ public:
+  Queue(const PlanProblem& problem, const DeviceMappings& mappings, const Evaluator& evaluator)
+      : list_(candidates(problem, mappings)) {
+    PD2_CHECK(!list_.empty(), "batch: ", problem.options.batch,
+              ", largest_batch: ", problem.options.largest_batch,
+              ": no width, microbatch size and schedule make a batch between them: batches must be "
+              "w * b * m rows, and m must suit the schedule");
+    const bool is_priced = problem.options.objective == Objective::kCost;
+    double speed = 0;
+    for (std::size_t i = 0; i < list_.size(); ++i) {
+      const Candidate& candidate = list_[i];
+      if (i == 0 || !has_same_grid(candidate, list_[i - 1])) {
+        speed = mappings.speed(candidate.mapping, candidate.shape.ranks, candidate.width,
+                               candidate.microbatches);
+      }
+      const double seconds = evaluator.bounds().seconds(candidate, speed);
+      const double score =
+          is_priced ? evaluator.score(
+                          candidate,
+                          mappings.grid(candidate.mapping, candidate.shape.ranks, candidate.width),
+                          seconds)
+                    : seconds / candidate.batch();
+      const bool is_late = candidate.recompute == Recompute::kBlocks;
+      (is_late ? late_ : bounds_).emplace_back(score, static_cast<int>(i));
+    }
+    std::ranges::make_heap(bounds_, std::greater{});
+  }
+
+  // The next one whose bound is below `worth`.
+  const Candidate* next(double worth) {
+    if (bounds_.empty() || !(bounds_.front().first < worth)) {
+      if (late_.empty()) return nullptr;
+      bounds_ = std::exchange(late_, {});
+      std::ranges::make_heap(bounds_, std::greater{});
+      return next(worth);
+    }
+    std::ranges::pop_heap(bounds_, std::greater{});
+    const int index = bounds_.back().second;
+    bounds_.pop_back();
+    return &list_[index];
+  }
+
+  const std::vector<Candidate>& all() const { return list_; }
+
+ private:
+  static bool has_same_grid(const Candidate& a, const Candidate& b) {
+    return a.mapping == b.mapping && a.shape.ranks == b.shape.ranks && a.width == b.width &&
+           a.microbatches == b.microbatches;
+  }
+
+  std::vector<Candidate> list_;
+  std::vector<std::pair<double, int>> bounds_;  // a heap
+  std::vector<std::pair<double, int>> late_;
+};
+
+// A candidate and the memory of every device that it fits.
+struct Nearest {
+  Candidate candidate;
+  double bytes = kInfinity;
+};
+
+// Candidates of different shapes, those first that probably need little: deep pipelines of small
+// microbatches. A few hundred are enough to look at. Of one shape all widths need the same.
+std::vector<Candidate> different_shapes(const std::vector<Candidate>& candidates) {
+  std::vector<Candidate> shapes;
+  std::set<std::tuple<const ScheduleMethod*, int, int, int, int, Recompute>> seen;
+  for (const Candidate& candidate : candidates) {
+    const PipelineShape& shape = candidate.shape;
+    if (seen.emplace(shape.method, shape.ranks, shape.stages_per_rank, shape.num_microbatches,
+                     candidate.size, candidate.recompute)
+            .second) {
+      shapes.push_back(candidate);
+    }
+  }
+  constexpr std::size_t kMostTried = 300;
+  std::ranges::stable_sort(shapes, [](const Candidate& a, const Candidate& b) {
+    return std::pair(-a.shape.depth(), a.rows) < std::pair(-b.shape.depth(), b.rows);
+  });
+  if (shapes.size() > kMostTried) shapes.resize(kMostTried);
+  return shapes;
+}
+
+// The least memory with which the planner finds a plan, up to a thousandth, and that plan's
+// candidate. It tries the few whose stages need least; recomputed blocks are not in that bound,
+// with which the search begins.
+Nearest nearest(const PlanProblem& problem, const Evaluator& evaluator,
+                const std::vector<Candidate>& all) {
+  constexpr std::size_t kFew = 24;
+  std::vector<std::pair<double, Candidate>> few;
+  for (const Candidate& candidate : different_shapes(all)) {
+    few.emplace_back(evaluator.least_memory(candidate), candidate);
+  }
+  std::ranges::stable_sort(few, {}, [](const auto& each) { return each.first; });
+  if (few.size() > kFew) few.resize(kFew);
+  const auto fitting = [&](double limit) -> std::optional<Candidate> {
+    PlanProblem changed = problem;
+    for (DeviceType& type : changed.cluster.types) type.memory_bytes = limit;
+    const DeviceMappings mappings(changed.cluster);
+    Evaluator changed_evaluator(changed, mappings);
+    for (const auto& [bytes, candidate] : few) {
+      if (changed_evaluator.evaluate(candidate)) return candidate;
+    }
+    return std::nullopt;
+  };
+  double low = 0;
+  Nearest nearest;
+  for (double high = few.front().first;; high *= 2) {
+    if (const auto candidate = fitting(high)) {
+      nearest = {*candidate, high};
+      break;
+    }
+    low = high;
+  }
+  while (nearest.bytes - low > nearest.bytes / 1000) {
+    const double middle = low + (nearest.bytes - low) / 2;
+    if (const auto candidate = fitting(middle)) {
+      nearest = {*candidate, middle};
+    } else {
+      low = middle;
+    }
+  }
+  return nearest;
+}
+
+// The bytes in GiB with four digits, rounded up: enough for the rounding of the number, too.
+double in_gib_rounded_up(double bytes) {
+  const double gib = bytes / kBytesPerGiB;
+  const double unit = std::pow(10.0, std::floor(std::log10(gib)) - 3);
+  return std::ceil(gib / unit) * unit;
+}
+
+[[noreturn]] void throw_does_not_fit(const PlanProblem& problem, const Evaluator& evaluator,
+                                     const std::vector<Candidate>& candidates) {
+  double least = kInfinity;
+  double most = 0;
+  for (const DeviceType& type : problem.cluster.types) {
+    least = std::min(least, type.memory_bytes + problem.options.reserved);
+    most = std::max(most, type.memory_bytes + problem.options.reserved);
+  }
+  const Nearest found = nearest(problem, evaluator, candidates);
+  const double enough = in_gib_rounded_up(found.bytes + problem.options.reserved);
+  const std::string given = least < most
+                                ? detail::concat(least / kBytesPerGiB, " to ", most / kBytesPerGiB)
+                                : detail::concat(most / kBytesPerGiB);
+  const std::string text = detail::concat(
+      "memory: ", given, " GiB: the model fits on no plan; nearest comes ",
+      to_string(found.candidate), ", which lacks ", enough - least / kBytesPerGiB,
+      " GiB: memory = ", enough, " GiB", least < most ? " of every device" : "", " would do",
+      problem.options.reserved > 0
+          ? detail::concat(" (with the calibration's offset, ",
+                           problem.options.reserved / kBytesPerGiB, " GiB of each device)")
+          : "");
+  throw DoesNotFit(text, enough * kBytesPerGiB);
+}
+
+// Plans by rising bound.
+class Search {
+ public:
+  explicit Search(const PlanProblem& problem)
+      : mappings_(problem.cluster),
+        evaluator_(problem, mappings_),
+        queue_(problem, mappings_, evaluator_) {}
+
+  // The next one whose score is below `worth`, if there is any.
+  std::optional<Evaluation> next(double worth) {
+    while (const Candidate* candidate = queue_.next(worth)) {
+      std::optional<Evaluation> plan = evaluator_.evaluate(*candidate, worth);
+      if (plan && plan->score < worth) return plan;
+    }
+    return std::nullopt;
+  }
+
+  const Evaluator& evaluator() const { return evaluator_; }
+  const std::vector<Candidate>& candidates() const { return queue_.all(); }
+
+ private:
+  const DeviceMappings mappings_;
+  Evaluator evaluator_;
+  Queue queue_;
+};
+
+// Finds the plans with the smallest peaks among those within the slack of the fastest. Splits are
+// made for time and keep to the memory that there is; so the least memory that leaves the time
+// within the slack is bisected, up to a thousandth. The others are the smallest with all of the
+// memory.
+std::vector<Evaluation> smallest_plans(const PlanProblem& problem) {
+  PlanProblem timed = problem;
+  timed.options.objective = Objective::kThroughput;
+  timed.options.num_alternatives = 0;
+  const double fastest = best_plans(timed).front().score;
+  const double worth = fastest * (1 + problem.options.slack) * (1 + 1e-12);
+  Best best(1 + problem.options.num_alternatives);
+  const auto consider = [&](Evaluation plan) {
+    plan.score = plan.peak_bytes;
+    best.consider(std::move(plan));
+  };
+  for (Search search(timed); auto plan = search.next(worth);) consider(*std::move(plan));
+  double low = 0;
+  for (double high = best.least(); high - low > high / 1000; high = best.least()) {
+    const double middle = low + (high - low) / 2;
+    PlanProblem limited = timed;
+    for (DeviceType& type : limited.cluster.types) {
+      type.memory_bytes = std::min(type.memory_bytes, middle);
+    }
+    if (auto plan = Search(limited).next(worth)) {
+      consider(*std::move(plan));
+    } else {
+      low = middle;
+    }
+  }
+  return std::move(best).take();
+}
+
+}  // namespace
+
+std::vector<Evaluation> best_plans(const PlanProblem& problem) {
+  check(problem);
+  if (problem.options.objective == Objective::kMemory) return smallest_plans(problem);
+  Search search(problem);
+  Best best(1 + problem.options.num_alternatives);
+  while (auto plan = search.next(best.worth())) best.consider(*std::move(plan));
+  std::vector<Evaluation> plans = std::move(best).take();
+  if (plans.empty()) throw_does_not_fit(problem, search.evaluator(), search.candidates());
+  return plans;
+}
+
+std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem) {
+  check(problem);
+  const DeviceMappings mappings(problem.cluster);
+  Evaluator evaluator(problem, mappings);
+  Best best(1 + problem.options.num_alternatives);
+  for (const Candidate& candidate : candidates(problem, mappings)) {
+    if (auto evaluation = evaluator.evaluate(candidate)) best.consider(*std::move(evaluation));
+  }
+  return std::move(best).take();
+}
+
+std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth) {
+  Search search(problem);
+  std::optional<Evaluation> best;
+  while (auto plan = search.next(best ? best->score : worth)) best = std::move(plan);
+  return best;
+}
+
+}  // namespace pd2

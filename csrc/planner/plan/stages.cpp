@@ -1,0 +1,292 @@
+#include "planner/plan/stages.h"
+
+#include "core/infinity.h"
+#include "planner/partition/boundary_split.h"
+#include "planner/partition/folded_split.h"
+#include "planner/partition/interleaved_split.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pd2 {
+namespace {
+
+constexpr int kMostSplitsForMessages =
+    3;  // to find a split that leaves its own messages their memory
+
+// Seconds of the slowest rank over the mean of all.
+double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& stages) {
+  double slowest = 0;
+  double sum = 0;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    double seconds = 0;
+    for (const int k : shape.stages_on(rank)) {
+      seconds += work_of(stages[k].costs);
+    }
+    slowest = std::max(slowest, seconds);
+    sum += seconds;
+  }
+  return sum > 0 ? slowest * shape.ranks / sum : 1;
+}
+
+// Several stages share their rank's memory as they need it.
+StageSplitProblem split_problem_of_ranks(const StageDraft& draft) {
+  std::vector<StageMemoryRule> rules = draft.memory_rules();
+  for (StageMemoryRule& rule : rules) rule.limit *= draft.shape.stages_sharing_a_rank();
+  return draft.split_problem(std::move(rules));
+}
+
+std::optional<std::vector<int>> split_of_ranks(const StageDraft& draft) {
+  auto found = split_interleaved(split_problem_of_ranks(draft), draft.shape.ranks);
+  if (!found) return std::nullopt;
+  return std::move(found->split.first_layers);
+}
+
+}  // namespace
+
+StageChooser::StageChooser(const PlanProblem& problem, const DeviceMappings& mappings)
+    : problem_(problem), mappings_(mappings), positions_({0}) {
+  const int n = problem.model.num_layers();
+  for (int layer = 1; layer <= n; ++layer) {
+    if (layer == n || problem.model.may_cut(layer - 1)) positions_.push_back(layer);
+  }
+  const std::vector<DeviceType>& types = problem.cluster.types;
+  least_slowness_ = std::ranges::min_element(types, {}, &DeviceType::slowness)->slowness;
+  for (int size = 0; size < static_cast<int>(problem.model.microbatches.size()); ++size) {
+    sums_.push_back(sums_of(problem.model, size));
+    const auto bytes = cut_bytes(problem.model.microbatches[size].edges, n);
+    double& largest = largest_messages_.emplace_back(0);
+    for (std::size_t i = 1; i + 1 < positions_.size(); ++i) {
+      largest = std::max(largest, static_cast<double>(bytes[positions_[i] - 1]));
+    }
+  }
+}
+
+// Takes the mean over the links between neighbouring ranks in all mappings, so that one split does
+// for all; of a matrix over those of any two devices, so that it does not depend on their numbers.
+void StageChooser::set_mean_message(StageDraft& draft) {
+  const int ranks = draft.shape.ranks;
+  const int width = draft.candidate.width;
+  const auto [place, is_new] = mean_messages_.try_emplace({ranks, width});
+  auto& [per_byte, per_value] = place->second;
+  if (const auto* matrix = std::get_if<LinkMatrix>(&problem_.cluster.topology)) {
+    const int n = ranks > 1 && is_new ? matrix->num_devices : 0;
+    for (int a = 0; a < n; ++a) {
+      for (int b = 0; b < a; ++b) {
+        const Link link = link_between(problem_.cluster.topology, a, b);
+        per_byte += 2 / (double(n) * (n - 1) * link.bandwidth);
+        per_value += 2 * link.latency / (double(n) * (n - 1));
+      }
+    }
+    draft.seconds_per_byte = per_byte;
+    draft.seconds_per_value = per_value;
+    return;
+  }
+  for (int mapping = 0; mapping < mappings_.count() && ranks > 1 && is_new; ++mapping) {
+    const DeviceGrid devices = mappings_.grid(mapping, ranks, width);
+    const double share = 1.0 / (double(mappings_.count()) * width * (ranks - 1));
+    for (int rank = 1; rank < ranks; ++rank) {
+      for (int replica = 0; replica < width; ++replica) {
+        const Link link = link_between(problem_.cluster.topology, devices.at(rank - 1, replica),
+                                       devices.at(rank, replica));
+        per_byte += share / link.bandwidth;
+        per_value += share * link.latency;
+      }
+    }
+  }
+  draft.seconds_per_byte = per_byte;
+  draft.seconds_per_value = per_value;
+}
+
+StageChooser::SplitKey StageChooser::split_key(const StageDraft& draft) {
+  return {draft.candidate.size,   draft.shape.depth(),     draft.recomputes_stages(),
+          draft.seconds_per_byte, draft.seconds_per_value, draft.holders.slowness};
+}
+
+const std::vector<int>& StageChooser::balanced_split(const StageDraft& draft) {
+  const auto [place, is_new] = balanced_.try_emplace(split_key(draft));
+  if (is_new) {
+    std::vector<StageMemoryRule> rules;
+    for (const double slowness : draft.holders.slowness) rules.push_back({.slowness = slowness});
+    place->second = split_stages(draft.split_problem(std::move(rules)))->first_layers;
+  }
+  return place->second;
+}
+
+// Each of a rank's several stages keeps to an equal share of its memory: of what runs again too, or
+// of `sharing_again` stages that share its memory all of it.
+std::optional<std::vector<int>> StageChooser::fitting_split(const StageDraft& draft,
+                                                            int sharing_again) const {
+  std::vector<StageMemoryRule> rules = draft.memory_rules();
+  for (StageMemoryRule& rule : rules) {
+    if (rule.inputs > 0) rule.activations /= sharing_again;
+  }
+  if (!draft.may_fit(rules, 1, kInfinity)) return std::nullopt;
+  std::optional<StageSplit> found = split_stages(draft.split_problem(std::move(rules)));
+  if (!found) return std::nullopt;
+  return std::move(found->first_layers);
+}
+
+std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double seconds) {
+  std::vector<ChosenStages> found;
+  if (!draft.may_fit(draft.memory_rules(), draft.shape.stages_sharing_a_rank(), seconds)) {
+    return found;
+  }
+  set_mean_message(draft);
+  const auto add = [&](const std::optional<std::vector<int>>& firsts) {
+    if (!firsts) return false;
+    draft.set_stages(*firsts);
+    if (draft.set_memory()) found.push_back(draft.chosen);
+    return true;
+  };
+  // A split is made before its messages are known. If they leave it too little memory, another one
+  // is made for what they leave.
+  const int tries = problem_.options.microbatches_behind > 0 ? kMostSplitsForMessages : 1;
+  const auto add_fitting = [&](auto&& split) {
+    const std::size_t before = found.size();
+    draft.chosen.stages.clear();
+    for (int i = 0; i < tries && found.size() == before; ++i) {
+      if (!add(split())) return;
+    }
+  };
+  // Where there are many pieces a folded split is as even, and found sooner.
+  const bool may_search = !draft.shape.is_folded() || num_pieces() <= kMostPiecesForRanks;
+  if (may_search) {
+    // Where memory was too small for the last candidate, it probably is for this one, too. With one
+    // stage a rank the fitting split is the balanced one, if that fits: only time would be lost.
+    const bool may_skip = draft.shape.stages_sharing_a_rank() == 1;
+    bool& is_tight = is_memory_tight_[draft.recomputes_stages()];
+    if (!may_skip || !is_tight || balanced_.contains(split_key(draft))) {
+      add(balanced_split(draft));
+      if (may_skip) is_tight = found.empty();
+    }
+    const bool is_one_at_a_time = draft.recomputes_stages() && !draft.shape.recomputes_together();
+    const int sharing = is_one_at_a_time ? draft.shape.stages_sharing_a_rank() : 1;
+    const auto shared_by = [&](int stages) {
+      add_fitting([&] { return fitting_split(draft, stages); });
+    };
+    if (found.empty()) shared_by(sharing);
+    if (found.empty() && sharing > 1) shared_by(1);
+  }
+  const double message = largest_message(draft.candidate) * draft.seconds_per_byte;
+  if (may_search && !found.empty() &&
+      is_message_exposed(draft.candidate, message + draft.seconds_per_value)) {
+    const std::vector<int> firsts = split_with_free_messages(draft);
+    const bool is_other = firsts != first_layers(found[0].stages);
+    const std::size_t before = found.size();
+    if (is_other) add(firsts);
+    found.back().is_fastest = !is_other || found.size() > before;
+  }
+  if (draft.shape.is_folded()) {
+    add_fitting([&] { return split_folded(split_problem_of_ranks(draft)); });
+  }
+  if (may_balance_ranks(draft, found)) add_fitting([&] { return split_of_ranks(draft); });
+  return found;
+}
+
+bool StageChooser::choose_split_for_blocks(StageDraft& draft, double seconds) {
+  if (!draft.may_fit(draft.memory_rules(), draft.shape.stages_sharing_a_rank(), seconds)) {
+    return false;
+  }
+  set_mean_message(draft);
+  draft.set_stages(balanced_split(draft));
+  if (draft.set_memory()) {
+    const std::vector<Recompute>& ways = problem_.options.recompute;
+    return std::ranges::find(ways, Recompute::kNone) == ways.end();
+  }
+  return draft.recompute_blocks() && draft.set_memory();
+}
+
+std::vector<int> StageChooser::split_with_free_messages(StageDraft draft) {
+  draft.seconds_per_byte = 0;
+  draft.seconds_per_value = 0;
+  return balanced_split(draft);
+}
+
+bool StageChooser::may_balance_ranks(const StageDraft& draft,
+                                     const std::vector<ChosenStages>& found) const {
+  if (draft.shape.stages_per_rank == 1 || draft.shape.is_folded()) return false;
+  if (num_pieces() > kMostPiecesForRanks) return false;
+  return found.empty() || unevenness(draft.shape, found.front().stages) >= kUnevenRanks;
+}
+
+// Reuses what it chose last for other mappings of the same candidate, if all devices are alike. A
+// candidate that did not fit the time does not fit less time either.
+std::vector<ChosenStages> StageChooser::choose(const Candidate& candidate,
+                                               const StageHolders& holders, double seconds) {
+  const bool are_alike = problem_.cluster.types.size() == 1;
+  if (are_alike && last_ && same_but_mapping(last_->candidate, candidate) &&
+      (!last_->chosen.empty() || seconds <= last_->seconds)) {
+    return last_->chosen;
+  }
+  StageDraft draft = {problem_, candidate, sums_[candidate.size], holders};
+  last_ = {candidate, seconds, {}};
+  if (candidate.recompute != Recompute::kBlocks) {
+    last_->chosen = choose_splits(draft, seconds);
+  } else if (choose_split_for_blocks(draft, seconds)) {
+    last_->chosen.push_back(std::move(draft.chosen));
+  }
+  return last_->chosen;
+}
+
+bool StageChooser::is_message_exposed(const Candidate& candidate, double seconds) const {
+  const LayerCost& all = sums_[candidate.size].of_all();
+  const double work = all.forward + all.input_grad + all.weight_grad;
+  return seconds > kFreeMessage * least_slowness_ * work / candidate.shape.depth();
+}
+
+std::optional<ChosenStages> StageChooser::stages_of(const Candidate& candidate,
+                                                    const StageHolders& holders,
+                                                    const std::vector<int>& firsts) const {
+  StageDraft draft = {problem_, candidate, sums_[candidate.size], holders};
+  draft.set_stages(firsts);
+  if (!draft.set_memory()) return std::nullopt;
+  return std::move(draft.chosen);
+}
+
+std::vector<std::vector<int>> StageChooser::splits_for(const Candidate& candidate,
+                                                       const StageHolders& holders,
+                                                       const std::vector<EdgeCosts>& edges) const {
+  const StageDraft draft = {problem_, candidate, sums_[candidate.size], holders};
+  const int n = problem_.model.num_layers();
+  const int d = draft.shape.depth();
+  std::vector<Edge> near = draft.profiled.edges;
+  std::erase_if(near, [&](const Edge& e) { return (e.consumer - e.producer - 1) * d >= n; });
+  const std::vector<std::int64_t> bytes = cut_bytes(std::move(near), n);
+  const std::vector<StageMemoryRule> rules = draft.memory_rules();
+  const int sharing = draft.shape.stages_sharing_a_rank();
+  BoundarySplitProblem split;
+  for (const int layer : positions_) {
+    const LayerCost& sum = draft.sums.before[layer];
+    const int forwards = draft.recomputes_stages() ? 2 : 1;
+    split.seconds_before.push_back(forwards * sum.forward + sum.input_grad + sum.weight_grad);
+    const bool is_cut = layer > 0 && layer < n;
+    split.bytes.push_back(is_cut ? static_cast<double>(bytes[layer - 1]) : 0);
+  }
+  split.slowness = holders.slowness;
+  split.step = draft.shape.method->is_eager() ? 2 : 1;
+  for (const EdgeCosts& edge : edges) {
+    split.latency.push_back(edge.latency);
+    split.seconds_per_byte.push_back(edge.bandwidth > 0 ? 1 / edge.bandwidth : 0);
+  }
+  split.fits = [&](int k, int first, int end) {
+    const LayerCost sum = draft.sums.of(positions_[first], positions_[end]);
+    const double held = rules[k].trained * sum.trained_bytes +
+                        rules[k].frozen * (sum.parameter_bytes - sum.trained_bytes) +
+                        rules[k].activations * sum.activation_bytes;
+    return is_within(held, sharing * rules[k].limit);
+  };
+  std::vector<std::vector<int>> splits = split_by_boundaries(split);
+  for (std::vector<int>& firsts : splits) {
+    for (int& first : firsts) first = positions_[first];
+  }
+  return splits;
+}
+
+double StageChooser::least_memory(const Candidate& candidate, const StageHolders& holders) const {
+  const StageDraft draft = {problem_, candidate, sums_[candidate.size], holders};
+  return candidate.shape.stages_sharing_a_rank() *
+         smallest_memory_limit(draft.split_problem(draft.memory_rules()));
+}
+
+}  // namespace pd2

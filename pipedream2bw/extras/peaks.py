@@ -1,0 +1,51 @@
+"""What this machine reaches at most, measured shortly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..capture.device_figures import DeviceFigures
+from ..planner.profiling.timing import time_on
+
+_SIDE = 1024  # of the matrices; on a device four times that
+_COPIED_BYTES = 2**27  # more than caches hold
+_ROUNDS = 5
+
+
+def measured_peaks(device: torch.device, dtype: torch.dtype) -> DeviceFigures:
+    """Measures a product of matrices of ``dtype`` and a copy, the best of five rounds of each.
+
+    With the threads that torch uses here now: less than half a second on a core. The peak of
+    float32 is that of ``dtype``, since it is the only one that was measured.
+    """
+    is_host = device.type == "cpu"
+    side = _SIDE if is_host else 4 * _SIDE
+    with torch.no_grad():
+        matrix = torch.rand(side, side, device=device).to(dtype)
+        product = torch.empty_like(matrix)
+        flops = 2 * side**3 / _best(lambda: torch.mm(matrix, matrix, out=product), device)
+        source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+        copied = torch.empty_like(source)
+        moved = 2 * _COPIED_BYTES / _best(lambda: copied.copy_(source), device)
+    return DeviceFigures(
+        name=f"this {device.type} as measured",
+        type=device.type,
+        flops_per_second={torch.float32: flops, dtype: flops},
+        bytes_per_second=moved,
+        memory_bytes=1,
+        efficiency=1.0,
+        memory_efficiency=1.0,
+        seconds_per_operator=0.0,
+    )
+
+
+def _best(work: Callable[[], object], device: torch.device) -> float:
+    work()  # memory is touched, kernels are chosen
+    seconds = []
+    for _ in range(_ROUNDS):
+        start = time_on(device)
+        work()
+        seconds.append(time_on(device) - start)
+    return min(seconds)

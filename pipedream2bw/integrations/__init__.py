@@ -1,1 +1,0 @@
-"""What other libraries' users take in place of a class of theirs."""

@@ -1,0 +1,30 @@
+"""A plan for a model and devices: profiled, searched and simulated. The core does not need it."""
+
+from .pictures import draw_plan
+from .planning.calibration import Calibration, calibrate
+from .planning.cluster import Cluster, DeviceType
+from .planning.plan import Alternative, Plan
+from .planning.planner import plan
+from .planning.stage_plan import StagePlan
+from .profiling.profile import Profile
+from .profiling.profiler import profile
+from .simulation import HostCosts, IdleTime, LaunchCosts, Simulation, simulate
+
+__all__ = [
+    "Alternative",
+    "Calibration",
+    "Cluster",
+    "DeviceType",
+    "HostCosts",
+    "IdleTime",
+    "LaunchCosts",
+    "Plan",
+    "Profile",
+    "Simulation",
+    "StagePlan",
+    "calibrate",
+    "draw_plan",
+    "plan",
+    "profile",
+    "simulate",
+]

@@ -1,0 +1,333 @@
+"""``num_stages="auto"``: profiles the model and plans for the devices at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.chain import as_root
+from ..checks import check_whole_number
+from ..model.materialize import Example, home_of
+from ..model.precision import Precision
+from ..model.trees import tensors_in
+from ..pipeline.arrangement import DEFAULT_SCHEDULE
+from ..pipeline.options import Options, comparable
+from ..ranks.agreement import ControlPlane
+from ..ranks.mesh import check_mesh
+from ..schedules.load import make_schedule
+from .planning.plan import Plan
+from .planning.planner import plan
+from .profiling.links import with_links
+from .profiling.prepared import Subject, layer_names
+from .profiling.profile import Profile
+from .profiling.profiler import profile_together
+
+_SIZES = 3  # numbers of rows that are tried where num_microbatches is not given
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """The model, batch and processes that the plan is for.
+
+    Attributes:
+        root: the model as one module.
+        device: where the model is.
+        rows: of a replica's batch.
+        num_microbatches: of a replica's batch, if it was given.
+        width: of all plans, if it was given.
+        num_processes: that there are; with one, every stage has one of ``devices``.
+    """
+
+    root: nn.Module
+    example: Example
+    device: torch.device
+    precision: Precision
+    rows: int
+    num_microbatches: int | None
+    width: int | None
+    num_processes: int
+    options: Options
+
+    @property
+    def num_devices(self) -> int:
+        """Processes, or in one process devices, which the plan uses all."""
+        in_process = len(self.options.devices or ())
+        return self.num_processes if self.num_processes > 1 else in_process
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return str(self.options.schedule or DEFAULT_SCHEDULE)
+
+
+def plan_for_devices_at_hand(
+    model: nn.Module | Sequence[nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    options: Options,
+    control: ControlPlane,
+) -> Plan:
+    """The fastest plan that uses all processes, or all of ``devices``. Every rank gets the same.
+
+    It keeps to num_microbatches and width where they are given, to schedule and stages_per_rank.
+    If ``profile`` is a path that does not exist, what is measured is saved there; so are links
+    between these processes that it lacks. It is of the model in the dtypes that its stages have.
+
+    Raises:
+        ValueError, TypeError: on every rank.
+    """
+    wanted = control.together(
+        lambda: _checked(model, options, control.size), same=_settings(options)
+    )
+    with wanted.precision.as_in_stages():
+        found = _profile(wanted, loss_fn, control)
+    return control.from_first(lambda: _best(found, wanted))
+
+
+def _checked(
+    model: nn.Module | Sequence[nn.Module], options: Options, num_processes: int
+) -> _Wanted:
+    root = as_root(model)
+    example = (tuple(options.example_args), dict(options.example_kwargs or {}))
+    device = home_of(root, example)
+    precision = Precision(
+        root=root,
+        precision=options.precision,
+        split_master=options.split_master,
+        gradient_dtype=options.gradient_dtype,
+        autocast=None,
+        device_type=device.type,
+    )
+    _check(options)
+    width = options.width
+    if num_processes == 1 and not options.devices:
+        raise ValueError(
+            f"num_stages: 'auto', devices: {options.devices}, processes: 1: in one process give "
+            "devices=, one for each stage"
+        )
+    return _Wanted(
+        root=root,
+        example=precision.cast(example),
+        device=device,
+        precision=precision,
+        rows=_rows(options.example_target) or 0,
+        num_microbatches=_one_number(options),
+        width=width if options.mesh is None else check_mesh(options.mesh, width or 1),
+        num_processes=num_processes,
+        options=options,
+    )
+
+
+def _settings(options: Options) -> dict[str, Any]:
+    names = (
+        *("num_microbatches", "width", "stages_per_rank", "precision", "split_master"),
+        *("optimizer_device", "gradient_dtype"),
+    )
+    return {
+        "num_stages": "auto",
+        "rows of example_target": _rows(options.example_target),
+        **comparable(options, names),
+        "schedule": str(options.schedule or DEFAULT_SCHEDULE),
+    }
+
+
+def _rows(target: Any) -> int | None:
+    """The rows of a batch; None if a tensor has none, or there is no tensor."""
+    tensors = tensors_in(target)
+    if not tensors or not all(tensor.dim() and tensor.shape[0] for tensor in tensors):
+        return None
+    return int(tensors[0].shape[0])
+
+
+def _check(options: Options) -> None:
+    """Raises ValueError or TypeError if there is something that no plan is made for."""
+    if options.schedule is not None and (
+        not isinstance(options.schedule, str) or "\n" in options.schedule
+    ):
+        raise ValueError(
+            f"schedule: {type(options.schedule).__name__}, num_stages: 'auto': give a schedule's "
+            "name"
+        )
+    for name in ("width", "stages_per_rank"):
+        if getattr(options, name) is not None:
+            check_whole_number(name, getattr(options, name))
+    if options.split is not None:
+        raise ValueError(f"split: {options.split!r}, num_stages: 'auto': the plan says it")
+    profile = options.profile
+    if not (profile is None or isinstance(profile, (Profile, str, os.PathLike))):
+        raise TypeError(f"profile: {type(profile).__name__} given, it must be a Profile or a path")
+    rows = _rows(options.example_target)
+    if rows is None:
+        raise ValueError(
+            "example_target: no tensor with rows, num_stages: 'auto': the profile needs a batch's "
+            "target"
+        )
+    m = _one_number(options) or 1
+    if rows < m:
+        raise ValueError(
+            f"example_target: {rows} rows, num_microbatches: {m}: every microbatch needs one"
+        )
+
+
+def _one_number(options: Options) -> int | None:
+    """The number of microbatches of every replica's batch, if it was given."""
+    given: Any = options.num_microbatches
+    if isinstance(given, (list, tuple)):
+        raise ValueError(
+            f"num_microbatches: {list(given)}, num_stages: 'auto': give one number for all "
+            "replicas; a plan of your own, by plan(), has one for each where devices differ"
+        )
+    if given is not None:
+        check_whole_number("num_microbatches", given)
+    number: int | None = given
+    return number
+
+
+# ---------------------------------------------------------------- the profile
+
+
+def _profile(
+    wanted: _Wanted, loss_fn: Callable[[Any, Any], torch.Tensor], control: ControlPlane
+) -> Profile:
+    """The given profile, or a measured one, with links between all processes."""
+    options: Any = wanted.options
+    path = options.profile
+    args, kwargs = wanted.example
+    found: Profile | None = control.from_first(lambda: _given(path))
+    if found is None:
+        shares_cores = control.size == 1 and wanted.device.type == "cpu"
+        found = _saved(
+            profile_together(
+                control,
+                Subject(
+                    model=wanted.root,
+                    loss_fn=loss_fn,
+                    example_args=args,
+                    example_kwargs=kwargs,
+                    target=options.example_target,
+                    microbatch_rows=_sizes(wanted),
+                    replicated=options.replicated,
+                ),
+                parallel=wanted.num_devices if shares_cores else 1,
+            ),
+            path,
+            control,
+        )
+    # Without links, messages between some processes would seem to be free.
+    links = found.links
+    if control.group is not None and (links is None or len(links.latency) < control.size):
+        found = _saved(
+            with_links(found, control.group, wanted.device, control.deadline), path, control
+        )
+    checked = found
+    control.from_first(
+        lambda: checked.check_model(
+            wanted.root,
+            layer_names(
+                wanted.root,
+                example_args=args,
+                example_kwargs=kwargs,
+                replicated=options.replicated,
+            ),
+        )
+    )
+    return found
+
+
+def _given(profile: Profile | str | os.PathLike[str] | None) -> Profile | None:
+    if isinstance(profile, (str, os.PathLike)):
+        return Profile.load(profile) if Path(profile).exists() else None
+    return profile
+
+
+def _saved(found: Profile, place: object, control: ControlPlane) -> Profile:
+    """The profile, saved where a path was given."""
+    if isinstance(place, (str, os.PathLike)):
+        control.from_first(lambda: found.save(place))
+    return found
+
+
+def _sizes(wanted: _Wanted) -> list[int]:
+    """The rows of the microbatches that are profiled."""
+    if wanted.num_microbatches is not None:
+        return [-(-wanted.rows // wanted.num_microbatches)]
+    most_ranks = wanted.num_devices // (wanted.width or 1)
+    return sorted({max(1, wanted.rows // (most_ranks * 2**k)) for k in range(_SIZES)})
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def _best(found: Profile, wanted: _Wanted) -> Plan:
+    """The plan with the most rows per second, over the widths that use all devices."""
+    width, devices = wanted.width, wanted.num_devices
+    in_processes = wanted.num_processes > 1
+    if width is not None and width > 1 and not in_processes:
+        raise ValueError(f"width: {width}, processes: 1: every replica needs some of its own")
+    widths = [width] if width is not None else range(1, devices + 1 if in_processes else 2)
+    plans: list[Plan] = []
+    errors: list[ValueError] = []
+    for w in widths:
+        if devices % w:
+            continue
+        # In one process a device is a stage's.
+        v = (wanted.options.stages_per_rank or 1) if in_processes else 1
+        try:
+            plans.append(_of_width(found, wanted, w, devices // w * v))
+        except ValueError as error:
+            errors.append(error)
+    if not plans and not errors:
+        raise ValueError(
+            f"width: {width}, processes: {devices}: every replica needs as many of them"
+        )
+    if not plans:
+        raise errors[0]
+    return max(plans, key=lambda each: each.rows_per_second)
+
+
+def _of_width(found: Profile, wanted: _Wanted, width: int, num_stages: int) -> Plan:
+    options, devices = wanted.options, wanted.num_devices
+    v = options.stages_per_rank or 1
+    sizes = tuple(item.rows for item in found.microbatches)
+    m = wanted.num_microbatches
+    if m is not None:
+        make_schedule(wanted.schedule, num_stages, m, v)  # raises the schedule's rule
+        found = _of_rows(found, -(-wanted.rows // m))
+        batch = largest = width * found.microbatches[0].rows * m
+    else:
+        batch = width * wanted.rows
+        largest = batch + width * sizes[-1]
+    # Ranks on a CPU share its memory.
+    on_cpu = found.device.type == "cpu"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", devices)) if on_cpu else 1
+    on_host = options.optimizer_device
+    return plan(
+        found,
+        devices=devices,
+        memory=found.device.memory_bytes // max(1, local),
+        batch=batch,
+        largest_batch=largest,
+        schedules=(wanted.schedule,),
+        stages_per_rank=(max(2, v),),  # of schedules that have several at all
+        width=width,
+        num_stages=num_stages,
+        precision=options.precision,
+        split_master=options.split_master,
+        gradient_dtype=options.gradient_dtype,
+        optimizer_device=None if on_host is None else str(on_host),
+    )
+
+
+def _of_rows(found: Profile, rows: int) -> Profile:
+    """The profile of microbatches of that many rows alone."""
+    known = {item.rows: item for item in found.microbatches}
+    if rows not in known:
+        raise ValueError(
+            f"profile: microbatches of {sorted(known)} rows, a batch has them of {rows}"
+        )
+    return dataclasses.replace(found, microbatches=(known[rows],))

@@ -1,0 +1,251 @@
+"""Checks of the arguments of :func:`plan`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ... import _C
+from ...checks import check_bool, check_number, check_whole_number
+from ...units import parse_bytes
+from ..profiling.profile import Profile
+from .calibration import Calibration
+from .cluster import Cluster
+
+_METHODS = {method.name: method for method in _C.schedule_methods()}
+_MOST_BATCHES = 10**15
+_OBJECTIVES = ("throughput", "cost", "memory")
+_GIB = 2.0**30
+
+
+def checked_names(name: str, given: object, known: Sequence[str]) -> list[str]:
+    """Lists the known names that are tried; one may be given by itself.
+
+    Raises:
+        TypeError: no names.
+        ValueError: unknown ones, or none.
+    """
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
+        raise TypeError(f"{name}: {given!r} given, it must be names, of {', '.join(known)}")
+    if not names:
+        raise ValueError(f"{name}: none, give at least one of {', '.join(known)}")
+    for each in names:
+        if each not in known:
+            raise ValueError(f"{name}: {each!r}, known: {', '.join(known)}")
+    return list(names)
+
+
+def chunks_to_try(given: object, largest_batch: int) -> list[int]:
+    """Lists the numbers of stages per rank that are tried; one may be given by itself.
+
+    Raises:
+        TypeError: no whole numbers.
+        ValueError: one is below 2, or too large for these microbatches.
+    """
+    numbers = [given] if isinstance(given, int) and not isinstance(given, bool) else given
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence):
+        raise TypeError(f"stages_per_rank: {given!r} given, it must be whole numbers, like (2, 4)")
+    for number in numbers:
+        check_whole_number("stages_per_rank", number, at_least=2)
+        if number * largest_batch >= 2**31:
+            raise ValueError(
+                f"stages_per_rank: {number}, largest_batch: {largest_batch}: their product must be "
+                f"below {2**31}"
+            )
+    return list(numbers)
+
+
+def check_objective(
+    objective: object, slack: object, num_batches: object, start_within: object
+) -> None:
+    """Raises ValueError or TypeError unless the objective and what belongs to it fit together."""
+    if not isinstance(objective, str):
+        raise TypeError(f"objective: {objective!r} given, it must be a name")
+    if objective not in _OBJECTIVES:
+        raise ValueError(f"objective: {objective!r}, known: {', '.join(_OBJECTIVES)}")
+    check_number("slack", slack, at_least=0, below=math.inf)
+    if num_batches is not None:
+        check_whole_number("num_batches", num_batches, at_most=_MOST_BATCHES)
+    check_number("start_within", start_within, at_least=0, below=math.inf)
+    if start_within and (objective != "cost" or num_batches is None):
+        raise ValueError(
+            f"start_within: {start_within} hours, objective: {objective!r}, num_batches: "
+            f"{num_batches}: when to begin needs 'cost' and the batches to be trained"
+        )
+
+
+def check_precision(profile: Profile, precision: str | None) -> None:
+    """Raises ValueError if the profile is of a model in another dtype than stages compute in.
+
+    Some parameters may be in another one, as BatchNorm's are.
+    """
+    dtypes = profile.trained_dtypes
+    if precision is None or not dtypes:
+        return
+    dtype, convert = {
+        "bf16": ("torch.bfloat16", "bfloat16"),
+        "fp16": ("torch.float16", "half"),
+        "fp32": ("torch.float32", "float"),
+    }[precision]
+    if dtype not in dtypes:
+        raise ValueError(
+            f"precision: {precision!r}, trained parameters of the profiled model: "
+            f"{', '.join(sorted(dtypes))}: it must be profiled in {dtype}: profile "
+            f"model.{convert}()"
+        )
+
+
+def check_shard_state(shard_state: object, optimizer_device: object) -> bool:
+    """Returns whether replicas share out their optimizers' state.
+
+    Raises:
+        TypeError: it is no bool.
+        ValueError: they cannot.
+    """
+    is_shared = check_bool("shard_state", shard_state)
+    if is_shared and optimizer_device is not None:
+        raise ValueError(
+            f"shard_state: True, optimizer_device: {str(optimizer_device)!r}: replicas share out "
+            "what is where the stages are: it must be None"
+        )
+    return is_shared
+
+
+def with_one_pipeline(names: Sequence[str], *, are_named: bool) -> list[str]:
+    """Lists the schedules under which replicas can share out their optimizers' state.
+
+    Args:
+        are_named: the caller wants these; else those with two pipelines are left out.
+
+    Raises:
+        ValueError: some that are wanted have two.
+    """
+    with_two = [name for name in names if _METHODS[name].is_bidirectional]
+    if with_two and are_named:
+        raise ValueError(
+            f"shard_state: True, schedules: {', '.join(with_two)}, pipelines: 2: it must have 1"
+        )
+    return [name for name in names if name not in with_two]
+
+
+def check_update_time(profile: Profile, optimizer: str) -> None:
+    """Raises ValueError if a profile lacks the optimizer's time: if measured, or "... on host"."""
+    known = profile.seconds_per_update_byte
+    if optimizer.endswith(" on host") and not profile.device.measured and optimizer not in known:
+        raise ValueError(
+            f"optimizer: {optimizer!r}, the profile's seconds_per_update_byte: "
+            f"{', '.join(known) or 'none'}: a dry profile has it if its DeviceFigures have "
+            "host_bytes_per_second and copy_bytes_per_second"
+        )
+    if profile.device.measured and optimizer not in known:
+        raise ValueError(
+            f"optimizer: {optimizer!r}, the profile's seconds_per_update_byte: "
+            f"{', '.join(known) or 'none'}: a measured profile must have the optimizer's"
+        )
+
+
+def check_grid(
+    schedules: Sequence[str],
+    stages_per_rank: Sequence[int],
+    *,
+    width: int | None,
+    num_stages: int | None,
+    num_devices: int,
+    num_pieces: int,
+    largest_batch: int,
+) -> None:
+    """Raises ValueError if no schedule has such a width and depth, whatever the batch.
+
+    Args:
+        num_pieces: that the model can be cut into.
+    """
+    for name, number in (("width", width), ("num_stages", num_stages)):
+        if number is not None:
+            check_whole_number(name, number)
+    replicas = width or 1
+    if replicas > num_devices:
+        raise ValueError(
+            f"width: {width}, devices: {num_devices}: every replica needs one at least"
+        )
+    if replicas > largest_batch:
+        raise ValueError(
+            f"width: {width}, largest_batch: {largest_batch}: every replica needs a row at least"
+        )
+    if num_stages is not None and num_stages > num_pieces:
+        raise ValueError(
+            f"num_stages: {num_stages}, the profile's model can be cut into: {num_pieces}: every "
+            "stage needs a piece"
+        )
+    with_chunks = [
+        name for name in schedules if _METHODS[name].has_chunks and not _METHODS[name].is_v
+    ]
+    if len(with_chunks) == len(schedules) and not stages_per_rank:
+        raise ValueError(
+            f"stages_per_rank: none, schedules: {', '.join(schedules)}: it needs a number of them "
+            "to try"
+        )
+    most = min(num_devices // replicas, num_pieces)
+    if any(_has(_METHODS[name], stages_per_rank, num_stages, most) for name in schedules):
+        return
+    told = [f"schedules: {', '.join(schedules)}"]
+    if with_chunks:
+        told.append(f"stages_per_rank: {', '.join(map(str, stages_per_rank))}")
+    told += [f"{name}: {n}" for name, n in (("width", width), ("num_stages", num_stages)) if n]
+    raise ValueError(
+        f"{', '.join(told)}, devices: {num_devices}, pieces of the model: {num_pieces}: a replica "
+        "needs a device for each stage, or for each stages_per_rank stages where a schedule has "
+        "several on a rank; two pipelines and a V need an even number of stages"
+    )
+
+
+def _has(
+    method: _C.ScheduleMethod,
+    stages_per_rank: Sequence[int],
+    num_stages: int | None,
+    most_ranks: int,
+) -> bool:
+    """Returns whether the schedule has this number of stages, or any, on at most these ranks."""
+    if method.is_bidirectional:
+        wanted = num_stages or 2
+        return wanted % 2 == 0 and wanted <= most_ranks
+    if method.is_v:
+        wanted = num_stages or 4
+        return wanted % 2 == 0 and 2 <= wanted // 2 <= most_ranks
+    if num_stages is None or num_stages == 1:
+        return True
+    if method.has_chunks:
+        return any(
+            num_stages % v == 0 and 2 <= num_stages // v <= most_ranks for v in stages_per_rank
+        )
+    return num_stages <= most_ranks
+
+
+def memory_of_types(
+    cluster: Cluster, memory: float, calibration: Calibration | None
+) -> list[float]:
+    """Lists the bytes that a plan may use of a device of each type.
+
+    Raises:
+        ValueError: the calibration's offset leaves nothing of one.
+    """
+    left = []
+    for each in cluster.types:
+        name, own = "memory", memory
+        if each.memory is not None:
+            name = f"device type {each.name}: memory"
+            own = parse_bytes(name, each.memory)
+        left.append(own if calibration is None else calibration.memory_left(own, name))
+    return left
+
+
+def own_memories(cluster: Cluster) -> str:
+    """Words that name the types whose memory ``plan(memory=)`` does not set; empty without any."""
+    own = [
+        f"{each.name!r} ({parse_bytes('memory', each.memory) / _GIB:.6g} GiB)"
+        for each in cluster.types
+        if each.memory is not None
+    ]
+    if not own:
+        return ""
+    return f"; types with a memory of their own, DeviceType(memory=): {', '.join(own)}"

@@ -1,0 +1,438 @@
+"""Plans: how a model is to be trained, as the planner says and a file keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Sequence
+
+from ... import _C, svg
+from ...checks import check_microbatches_of_replicas, check_number, check_whole_number
+from ...colours import MEMORY_COLOURS, TIME_COLOURS
+from ...json_document import Document
+from ...units import format_bytes, format_seconds
+from .stage_plan import (
+    StagePlan,
+    device_list,
+    held_again,
+    held_always,
+    held_in_flight,
+    held_of_microbatch,
+    layers_in_words,
+    times_of,
+)
+
+MOST_ALTERNATIVES = 5
+MOST_MICROBATCHES = 10**8
+"""The most of a batch: a schedule has some actions for each of them on every stage."""
+
+_MOST = {
+    "width": 2**31 - 1,
+    "num_stages": 10**6,
+    "stages_per_rank": 10**6,
+    "microbatch_rows": 2**31 - 1,
+}
+_MOST_LISTED = 8  # numbers of microbatches, in words
+_ROUNDING = 1e-6  # of sums that a file keeps beside their parts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOutline:
+    """What plans and alternatives say: their sizes, and what they take.
+
+    Attributes:
+        schedule: its name.
+        width: replicas w of every stage.
+        num_stages: the depth d.
+        stages_per_rank: v; a replica takes ``num_stages // stages_per_rank`` devices.
+        microbatch_rows: b.
+        num_microbatches: m, of every replica's batch; or of each replica's part of one batch.
+        seconds_per_batch: predicted, in the steady state.
+        rows_per_second: of all replicas.
+        price_per_hour: of all devices that are used, now.
+        peak_bytes: of the device that holds the most.
+    """
+
+    schedule: str
+    width: int
+    num_stages: int
+    stages_per_rank: int
+    microbatch_rows: int
+    num_microbatches: int | tuple[int, ...]
+    seconds_per_batch: float
+    rows_per_second: float
+    price_per_hour: float
+    peak_bytes: float
+
+    def __post_init__(self) -> None:
+        for name, most in _MOST.items():
+            check_whole_number(name, getattr(self, name), at_most=most)
+        numbers = self.num_microbatches
+        if isinstance(numbers, tuple):
+            check_microbatches_of_replicas(numbers, self.width)
+        for number in sorted({*numbers} if isinstance(numbers, tuple) else {numbers}):
+            check_whole_number("num_microbatches", number, at_most=MOST_MICROBATCHES)
+            if self.stages_per_rank * number >= 2**31:
+                raise ValueError(
+                    f"stages_per_rank: {self.stages_per_rank}, num_microbatches: {number}: their "
+                    f"product must be below {2**31}"
+                )
+            self._shape(number)  # raises ValueError where the schedule has no such sizes
+        for name in ("seconds_per_batch", "rows_per_second"):
+            check_number(name, getattr(self, name), below=math.inf)
+        for name in ("price_per_hour", "peak_bytes"):
+            check_number(name, getattr(self, name), at_least=0, below=math.inf)
+
+    @property
+    def most_microbatches(self) -> int:
+        """Microbatches of the replica that has the most."""
+        numbers = self.num_microbatches
+        return max(numbers) if isinstance(numbers, tuple) else numbers
+
+    @property
+    def total_microbatches(self) -> int:
+        """Microbatches of all replicas."""
+        numbers = self.num_microbatches
+        return sum(numbers) if isinstance(numbers, tuple) else self.width * numbers
+
+    @property
+    def microbatches_in_words(self) -> str:
+        """The microbatches of a replica, for people: "4", "4, 2", or of many "2 to 4"."""
+        numbers = self.num_microbatches
+        if not isinstance(numbers, tuple):
+            return str(numbers)
+        few = len(numbers) <= _MOST_LISTED
+        return ", ".join(map(str, numbers)) if few else f"{min(numbers)} to {max(numbers)}"
+
+    @property
+    def shape(self) -> _C.PlannedShape:
+        """What the schedule has on its stages and ranks; it is not made, since it may be long.
+
+        Of several numbers of microbatches the largest counts.
+
+        Raises:
+            ValueError: the planner does not know the schedule, or the schedule has no such sizes.
+        """
+        return self._shape(self.most_microbatches)
+
+    def _shape(self, num_microbatches: int) -> _C.PlannedShape:
+        known = _C.planned_schedules()
+        if self.schedule not in known:
+            raise ValueError(f'schedule: "{self.schedule}", plans have one of {", ".join(known)}')
+        return _C.planned_shape(
+            self.schedule, self.num_stages, num_microbatches, self.stages_per_rank
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alternative(PlanOutline):
+    """A plan that came after the best one.
+
+    Attributes:
+        recompute: "none", "stages" or "blocks".
+        lost_by: a sentence.
+    """
+
+    recompute: str
+    lost_by: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recompute not in ("none", "stages", "blocks"):
+            raise ValueError(f"recompute: {self.recompute!r}, known: 'none', 'stages', 'blocks'")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(PlanOutline, Document):
+    """How a model is to be trained on given devices, and what that will take; see ``plan()``.
+
+    Attributes:
+        batch: rows of all replicas, ``microbatch_rows`` of each of their microbatches.
+        stages: one for each stage.
+        bubble: share of the time in which the busiest rank does nothing, 0 to 1.
+        start_hour: hours from now, when to begin: later than 0 only where ``plan()`` was allowed
+            to wait for low prices.
+        total_price: of ``plan()``'s ``num_batches`` from then on; 0 if it was given none.
+        shard_state: whether state is that of ``PipelineOptimizer(shard_state=True)``: what stages
+            say of state and update is 1/w of it. A replica's share is larger by a sixteenth at
+            most, or 512 elements; with optimizers other than SGD, Adam and AdamW, which cut no
+            parameter, by the largest parameter at most.
+        gradient_dtype: "bfloat16" if gradients are of ``PipelineModule(gradient_dtype=)``.
+        bound_by: what keeps it from being faster; a sentence.
+        alternatives: the next best plans, at most five.
+        profile_fingerprint: of the profiled model.
+    """
+
+    FORMAT = "pipedream2bw.plan"
+    VERSION = 1
+
+    batch: int
+    stages: tuple[StagePlan, ...]
+    bubble: float
+    start_hour: float
+    total_price: float
+    shard_state: bool = False
+    gradient_dtype: str | None = None
+    bound_by: str
+    alternatives: tuple[Alternative, ...]
+    profile_fingerprint: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rows = self.microbatch_rows * self.total_microbatches
+        if self.batch != rows:
+            raise ValueError(
+                f"batch: {self.batch}, width: {self.width}, microbatch_rows: "
+                f"{self.microbatch_rows}, num_microbatches: {self.microbatches_in_words}: together "
+                f"they are {rows} rows"
+            )
+        predicted = self.batch / self.seconds_per_batch
+        if not abs(self.rows_per_second - predicted) <= 1e-6 * predicted:
+            raise ValueError(
+                f"rows_per_second: {self.rows_per_second}, batch / seconds_per_batch: {predicted}: "
+                "they must be equal"
+            )
+        if not 0 <= self.bubble <= 1:
+            raise ValueError(f"bubble: {self.bubble}, it must be a share, 0 to 1")
+        if self.gradient_dtype not in (None, "bfloat16"):
+            raise ValueError(f"gradient_dtype: {self.gradient_dtype!r}, known: 'bfloat16', null")
+        for name in ("start_hour", "total_price"):
+            check_number(name, getattr(self, name), at_least=0, below=math.inf)
+        _check_parts(self)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that are used."""
+        return self.width * self.num_stages // self.stages_per_rank
+
+    @property
+    def split(self) -> list[str]:
+        """The value for ``PipelineModule(split=)``."""
+        return [stage.begins_at for stage in self.stages[1:]]
+
+    @property
+    def recompute(self) -> bool | list[bool] | list[str]:
+        """The value for ``PipelineModule(recompute=)``."""
+        if all(isinstance(stage.recomputed, bool) for stage in self.stages):
+            return [bool(stage.recomputed) for stage in self.stages]
+        names = [
+            name
+            for stage in self.stages
+            if not isinstance(stage.recomputed, bool)
+            for name in stage.recomputed
+        ]
+        return names or False
+
+    @property
+    def in_words(self) -> str:
+        """A line that says sizes, speed and bubble."""
+        chunks = f", {self.stages_per_rank} on a device" if self.stages_per_rank > 1 else ""
+        replicas = "1 replica" if self.width == 1 else f"{self.width} replicas"
+        rows = "1 row" if self.microbatch_rows == 1 else f"{self.microbatch_rows} rows"
+        stages = "1 stage" if self.num_stages == 1 else f"{self.num_stages} stages"
+        return (
+            f"{self.schedule}: {replicas} of {stages}{chunks}, "
+            f"{self.microbatches_in_words} microbatches of {rows}; "
+            f"{self.seconds_per_batch:.3g} s a batch, {self.rows_per_second:.4g} rows/s, "
+            f"bubble {100 * self.bubble:.1f} %"
+        )
+
+    def _repr_html_(self) -> str:
+        times = [
+            svg.Bar(name=f"stage {i}: {layers_in_words(stage)}", parts=parts, text=total)
+            for i, stage in enumerate(self.stages)
+            for parts in [times_of(stage)]
+            for total in [format_seconds(sum(parts.values()))]
+        ]
+        memory = []
+        for rank, stages in enumerate(self.shape.stages_of_ranks):
+            parts, limit = bytes_of_rank(self, stages), limit_of_rank(self, rank)
+            has_limit = limit < math.inf
+            text = format_bytes(sum(parts.values()))
+            text += f" of {format_bytes(limit)}" if has_limit else ""
+            name, mark = rank_name(self, rank, stages), limit if has_limit else None
+            memory.append(svg.Bar(name=name, parts=parts, text=text, mark=mark))
+        return svg.html(
+            self.in_words,
+            svg.note("Time of one microbatch:"),
+            svg.bars(times, TIME_COLOURS),
+            svg.note("Memory of each device at its peak; a red line is its limit:"),
+            svg.bars(memory, MEMORY_COLOURS),
+            svg.note(f"Bound by: {self.bound_by}"),
+        )
+
+
+def _check_parts(plan: Plan) -> None:
+    """Raises ValueError that names a field, its value and what it must agree with."""
+    if re.fullmatch("[0-9a-f]{64}", plan.profile_fingerprint) is None:
+        raise ValueError(
+            f"profile_fingerprint: {plan.profile_fingerprint!r}, it must be 64 hexadecimal digits"
+        )
+    if len(plan.alternatives) > MOST_ALTERNATIVES:
+        raise ValueError(
+            f"alternatives: {len(plan.alternatives)}, there are at most {MOST_ALTERNATIVES}"
+        )
+    if len(plan.stages) != plan.num_stages:
+        raise ValueError(f"stages: {len(plan.stages)}, num_stages: {plan.num_stages}: one for each")
+    _check_layers(plan)
+    shape = plan.shape
+    _check_devices(plan, shape)
+    counts = zip(shape.most_in_flight, shape.most_recomputed, strict=True)
+    for index, (stage, (in_flight, recomputed)) in enumerate(zip(plan.stages, counts, strict=True)):
+        known = {"num_versions": shape.num_versions, "most_in_flight": in_flight}
+        _check_stage(f"stages[{index}]", stage, plan.schedule, known, recomputed)
+    _check_peaks(plan, shape)
+
+
+def _check_layers(plan: Plan) -> None:
+    end = 0
+    begun: dict[str, int] = {}
+    again: dict[str, int] = {}
+    whole = {isinstance(stage.recomputed, bool) for stage in plan.stages}
+    for index, stage in enumerate(plan.stages):
+        where = f"stages[{index}]"
+        if stage.layers[0] != end:
+            raise ValueError(
+                f"{where}.layers: {stage.layers}, the stage before ends at {end}: it must "
+                "begin there"
+            )
+        end = stage.layers[1]
+        if (stage.begins_at == "") != (index == 0):
+            raise ValueError(
+                f"{where}.begins_at: {stage.begins_at!r}, it must be the name of a layer, "
+                "and '' for stage 0 alone"
+            )
+        if (other := begun.setdefault(stage.begins_at, index)) != index:
+            raise ValueError(
+                f"{where}.begins_at: {stage.begins_at!r}, stages[{other}] begins there: every "
+                "stage has a first layer of its own"
+            )
+        for name in stage.recomputed if isinstance(stage.recomputed, tuple) else ():
+            if name in again:
+                raise ValueError(
+                    f"{where}.recomputed: {name!r}, which stages[{again[name]}].recomputed has: "
+                    "every block lies within one stage"
+                )
+            again[name] = index
+        if len(whole) > 1:
+            raise ValueError(
+                f"{where}.recomputed: {stage.recomputed!r}, all stages must have true or "
+                "false, or all have names"
+            )
+
+
+def _check_devices(plan: Plan, shape: _C.PlannedShape) -> None:
+    held_by: dict[int, int] = {}
+    ranks = {stage: rank for rank, stages in enumerate(shape.stages_of_ranks) for stage in stages}
+    for index, stage in enumerate(plan.stages):
+        where = f"stages[{index}]"
+        if len(stage.devices) != plan.width:
+            raise ValueError(
+                f"{where}.devices: {len(stage.devices)}, width: {plan.width}: one for each replica"
+            )
+        for device in stage.devices:
+            if held_by.setdefault(device, ranks[index]) != ranks[index]:
+                raise ValueError(
+                    f"{where}.devices: device {device} has stages of rank {held_by[device]}, "
+                    f"{where} is on rank {ranks[index]}: it must have one rank's"
+                )
+
+
+def _check_stage(
+    where: str, stage: StagePlan, schedule: str, known: dict[str, int], most_recomputed: int
+) -> None:
+    """Raises ValueError unless the stage has the schedule's counts and its peak is their sum.
+
+    A plan whose schedule's name was exchanged has other counts.
+    """
+    for name, count in known.items():
+        if (given := getattr(stage, name)) != count:
+            raise ValueError(f"{where}.{name}: {given}, with the schedule {schedule}: {count}")
+    for name, excluded in (
+        ("recompute", not stage.recomputed),
+        ("input_bytes", stage.recomputed is not True),
+    ):
+        if excluded and (given := getattr(stage, name)) != 0:
+            raise ValueError(
+                f"{where}.{name}: {given}, recomputed: {stage.recomputed!r}: it must be 0"
+            )
+    parts = held_always(stage) + held_in_flight(stage)
+    if stage.recomputed is True:
+        parts += most_recomputed * stage.activation_bytes
+    # Of blocks it is not kept what the largest of them takes when it runs again.
+    if not _is_near(stage.peak_bytes, parts) and not (
+        isinstance(stage.recomputed, tuple) and stage.recomputed and stage.peak_bytes > parts
+    ):
+        raise ValueError(
+            f"{where}.peak_bytes: {stage.peak_bytes}, all of its weights, gradients, state, "
+            f"activations and messages together: {parts}: they must be equal"
+        )
+
+
+def _check_peaks(plan: Plan, shape: _C.PlannedShape) -> None:
+    most = 0.0
+    for rank, stages in enumerate(shape.stages_of_ranks):
+        size = sum(bytes_of_rank(plan, stages).values())
+        most = max(most, size)
+        for stage in stages:
+            limit = plan.stages[stage % plan.num_stages].memory_limit
+            if size > limit * (1 + _ROUNDING):
+                raise ValueError(
+                    f"stages[{stage % plan.num_stages}].memory_limit: {limit}, peak of rank "
+                    f"{rank}, which holds it: {size}: it must fit"
+                )
+    if not _is_near(plan.peak_bytes, most):
+        raise ValueError(
+            f"peak_bytes: {plan.peak_bytes}, of the device that holds the most: {most}: they must "
+            "be equal"
+        )
+
+
+def _is_near(value: float, other: float) -> bool:
+    return abs(value - other) <= _ROUNDING * max(value, other)
+
+
+MEMORY_KINDS = ("weights", "gradients", "optimizer state", "activations", "messages")
+"""Kept inputs of recomputed stages count as activations."""
+
+
+def bytes_of_rank(plan: Plan, stages: Sequence[int]) -> dict[str, float]:
+    """Returns the bytes of a device that holds the stages of a rank at its peak, by kind.
+
+    One of its stages runs forwards again at a time; in a V both keep what ran again until its W,
+    and what both have in flight at once counts.
+    """
+    shape = plan.shape
+    rank = shape.stages_of_ranks.index(list(stages))
+    held = [plan.stages[stage % plan.num_stages] for stage in stages]
+    each = list(map(held_of_microbatch, held))
+    in_flight = max(
+        sum(count * kept for count, kept in zip(counts, each, strict=True))
+        for counts in shape.in_flight_of_ranks[rank]
+    )
+    together = sum if shape.recomputes_together else max
+    values = (
+        sum(each.num_versions * each.weight_bytes + each.frozen_bytes for each in held),
+        sum(each.gradient_bytes for each in held),
+        sum(each.state_bytes for each in held),
+        in_flight + together(map(held_again, held)),
+        sum(each.message_bytes for each in held),
+    )
+    return dict(zip(MEMORY_KINDS, values, strict=True))
+
+
+def limit_of_rank(plan: Plan, rank: int) -> float:
+    """Bytes that its device has; infinite if that was not limited (JSON has no infinity)."""
+    limit = plan.stages[rank].memory_limit
+    return math.inf if limit == sys.float_info.max else limit
+
+
+def rank_name(plan: Plan, rank: int, stages: Sequence[int]) -> str:
+    """Names the devices that hold a rank's stages, and the stages unless it has just its own."""
+    devices = plan.stages[rank].devices
+    name = f"device{'s' * (len(devices) > 1)} {device_list(devices)}"
+    if list(stages) == [rank]:
+        return name
+    return f"{name}: stages {', '.join(str(stage % plan.num_stages) for stage in stages)}"

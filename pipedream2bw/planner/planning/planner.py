@@ -1,0 +1,338 @@
+"""Choosing width, depth, microbatch, recomputation and schedule (arXiv 2006.09503, section 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ... import _C
+from ...errors import DoesNotFit
+from ...json_document import given_or_loaded
+from ..profiling.profile import Profile
+from .arguments import (
+    check_grid,
+    check_precision,
+    check_update_time,
+    memory_of_types,
+    own_memories,
+)
+from .calibration import Calibration
+from .cluster import MOST_DEVICES, Cluster, DeviceType, as_cluster
+from .held_bytes import PerTrainedByte
+from .plan import Alternative, Plan
+from .stage_plan import StagePlan
+from .wanted import SCHEDULES, Wanted
+
+_MOST_BEHIND = 3  # microbatches that a stage has forgotten and its device may yet have to read
+
+
+def plan(
+    profile: Profile | str | os.PathLike[str],
+    *,
+    devices: int | Sequence[DeviceType] | Cluster,
+    memory: str | float,
+    batch: int,
+    largest_batch: int | None = None,
+    schedules: str | Sequence[str] = SCHEDULES,
+    stages_per_rank: int | Sequence[int] = (2, 4),
+    recompute: str | Sequence[str] = ("none", "stages", "blocks"),
+    objective: str = "throughput",
+    slack: float = 0.1,
+    num_batches: int | None = None,
+    start_within: float = 0.0,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    split_master: bool = False,
+    gradient_dtype: torch.dtype | None = None,
+    optimizer_device: str | None = None,
+    shard_state: bool = False,
+    width: int | None = None,
+    num_stages: int | None = None,
+    unequal_replicas: bool = True,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
+) -> Plan:
+    """The best way to train the profiled model on some devices.
+
+    Searches every width w, depth d, profiled microbatch size b, schedule and way to recompute
+    (arXiv 2006.09503, section 4, Algorithm 1), with layers put on stages so that the slowest one
+    takes the least time. docs/planner.md says how, and what a plan's time is made of.
+
+    >>> plan = pd2.plan(pd2.Profile.load("gpt.json"), devices=8, memory="16GiB", batch=512)
+    >>> plan.num_devices, plan.batch
+    (8, 512)
+    >>> plan.save("plan.json")
+
+    Args:
+        profile: of the model, as it will be trained (dtype included), or the path of one.
+        devices: how many, or their types, with the profile's links if it has any, else free ones.
+            Or a cluster. At most 65,536.
+        memory: bytes of a device, a number or like "16GiB", unless its type has its own.
+        batch: rows of one batch, of all replicas together: plans have w * b * m of them, at least.
+            At most 100 million.
+        largest_batch: rows of one batch, at most; the batch if None. The largest that trains well.
+        schedules: of "2bw", "2bw_eager", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera",
+            and in a V of up to 64 ranks "2bw_v", "2bw_v_two_thirds", "2bw_v_half", "2bw_v_min",
+            "zero_bubble_v", "v_half", "v_min". Of these, of ``stages_per_rank`` and of
+            ``recompute`` one may be given by itself.
+        stages_per_rank: tried with "interleaved".
+        recompute: ways to try: "none", "stages" (all of each stage), "blocks": of every stage only
+            the blocks that its memory demands, of those the ones that take the least time. A block
+            is a module in a list, like "layers.3".
+        objective: "throughput"; "cost": the lowest price of a batch; "memory": the smallest peak of
+            a device, of plans that take at most 1 + slack of the least time.
+        slack: see ``objective``.
+        num_batches: for prices that change: the batches whose price counts, beginning now. None: at
+            today's prices.
+        start_within: hours that these batches may wait for low prices; the plan's ``start_hour``
+            says when they are to begin.
+        optimizer: "sgd", "momentum" or "adamw": its state's bytes, and its time, which a measured
+            profile must have; in another one that lacks it an update takes no time.
+        precision: "bf16" or "fp16" if the pipeline will have it. The profile then is of the model
+            in that dtype (``model.bfloat16()``): those of float32 do not show its times and bytes.
+        split_master, gradient_dtype, optimizer_device: as in :class:`PipelineModule`. With
+            ``"cpu"`` state takes none of the devices' memory, and an update the time that was
+            measured there.
+        shard_state: as in :class:`PipelineOptimizer`: each of w replicas has 1/w of a stage's
+            masters and optimizer state, and steps that. Not with schedules of two pipelines, which
+            are then left out of the default ones.
+        width, num_stages: the number of replicas, and of stages, of every plan; None: the best.
+        unequal_replicas: with devices of several speeds, replicas may have different numbers of
+            microbatches, as their devices are fast: the plan's num_microbatches is a number for
+            each. Not with "chimera". False: all have as many.
+        calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
+            margin of memory.
+
+    Raises:
+        DoesNotFit: the model fits on no plan; its ``limit`` is a memory that would do.
+        ValueError: no sizes make such a batch, or an argument is wrong: names it and both values.
+        TypeError: an argument is of a wrong type.
+    """
+    wanted = Wanted.of(locals())
+    profile = given_or_loaded("profile", profile, Profile)
+    calibration = wanted.calibration
+    if calibration is not None:
+        profile = calibration.applied_to(profile)
+    check_precision(profile, precision)
+    check_update_time(profile, wanted.optimizer)
+    cluster = as_cluster(devices, profile.links)
+    pieces = 1 + sum(layer.can_cut_after for layer in profile.layers)
+    _check_cluster(wanted, cluster, objective, width, num_stages, num_pieces=pieces)
+    blocks = blocks_of([layer.name for layer in profile.layers])
+    limits = memory_of_types(cluster, wanted.bytes_per_device, calibration)
+    try:
+        found = _C.best_plans(
+            _profiled_model(profile, blocks, wanted.optimizer, wanted.held),
+            _planned_cluster(cluster, limits, None if isinstance(devices, Cluster) else profile),
+            _C.PlanOptions(
+                batch=batch,
+                largest_batch=wanted.largest_batch,
+                width=width or 0,
+                num_stages=num_stages or 0,
+                schedules=wanted.schedules,
+                stages_per_rank=wanted.chunks,
+                recompute=wanted.recompute,
+                objective=objective,
+                slack=slack,
+                num_batches=num_batches or 0,
+                start_within=start_within,
+                gradient=wanted.held.gradient,
+                state=wanted.held.state,
+                shares_state=shard_state,
+                steps_on_host=optimizer_device is not None,
+                microbatches_behind=0 if profile.device.type == "cpu" else _MOST_BEHIND,
+                unequal_replicas=unequal_replicas,
+                reserved=0.0 if calibration is None else calibration.offset,
+            ),
+        )
+    except DoesNotFit as error:
+        own = own_memories(cluster)
+        raise DoesNotFit(f"{error}{own}", limit=error.limit) from None
+    best, *others = found.plans
+    alternatives = [
+        Alternative(**_fields(Alternative, other), lost_by=why)
+        for other, why in zip(others, found.lost_by, strict=True)
+    ]
+    stages = tuple(_stage_plan(stage, best, profile, blocks) for stage in best.stages)
+    return Plan(
+        **{**_fields(Plan, best), "stages": stages},
+        shard_state=shard_state,
+        gradient_dtype=None if gradient_dtype is None else str(gradient_dtype).split(".")[1],
+        bound_by=found.bound_by,
+        alternatives=tuple(alternatives),
+        profile_fingerprint=profile.fingerprint,
+    )
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Raises what :func:`plan` would for its arguments, as far as they do not need the profile.
+
+    A profile may take minutes to measure.
+    """
+    bound = inspect.signature(plan).bind(None, **arguments)
+    bound.apply_defaults()
+    given = bound.arguments
+    wanted = Wanted.of(given)
+    cluster = as_cluster(given["devices"], None)
+    grid = [given[name] for name in ("objective", "width", "num_stages")]
+    _check_cluster(wanted, cluster, *grid, num_pieces=MOST_DEVICES)
+
+
+def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[str, Any]:
+    """The fields of a dataclass that the engine's structs have under the same names."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {
+        name: getattr(struct, name) for struct in found for name in names if hasattr(struct, name)
+    }
+
+
+def _check_cluster(
+    wanted: Wanted,
+    cluster: Cluster,
+    objective: str,
+    width: int | None,
+    num_stages: int | None,
+    *,
+    num_pieces: int,
+) -> None:
+    """Raises ValueError if no plan for these devices can have what is asked for."""
+    if objective == "cost" and not any(
+        price > 0 for each in cluster.types for _, price in each.prices()
+    ):
+        raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
+    check_grid(
+        wanted.schedules,
+        wanted.chunks,
+        width=width,
+        num_stages=num_stages,
+        num_devices=cluster.num_devices,
+        num_pieces=num_pieces,
+        largest_batch=wanted.largest_batch,
+    )
+
+
+def blocks_of(layers: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The modules in lists that hold adjacent layers and no others: first layer, and end.
+
+    A layer "decoder.layers.3.mlp.up" is in "decoder.layers.3", up to the first number.
+    """
+    places: dict[str, list[int]] = {}
+    for index, name in enumerate(layers):
+        parts = name.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+        if numbers and numbers[0] > 0:
+            places.setdefault(".".join(parts[: numbers[0] + 1]), []).append(index)
+    return {
+        name: (held[0], held[-1] + 1)
+        for name, held in places.items()
+        if len(held) == held[-1] + 1 - held[0]
+    }
+
+
+def _profiled_model(
+    profile: Profile, blocks: dict[str, tuple[int, int]], optimizer: str, held: PerTrainedByte
+) -> _C.ProfiledModel:
+    shared = [
+        _shared(
+            each.layers,
+            trained_bytes=each.trained_bytes,
+            frozen_bytes=each.parameter_bytes - each.trained_bytes,
+        )
+        for each in profile.shared_parameters
+    ]
+    microbatches = [
+        _C.ProfiledRows(
+            rows=each.rows,
+            layers=[
+                _C.LayerCost(
+                    forward=each.forward[index],
+                    input_grad=each.input_grad[index],
+                    weight_grad=each.weight_grad[index],
+                    activation_bytes=each.activation_bytes[index],
+                    parameter_bytes=layer.parameter_bytes,
+                    trained_bytes=layer.trained_bytes,
+                )
+                for index, layer in enumerate(profile.layers)
+            ],
+            edges=[
+                _C.Edge(producer=producer, consumer=consumer, bytes=size)
+                for producer, consumer, size in each.edges
+            ],
+            shared=[_shared(layers, kept_bytes=size) for size, layers in each.kept] + shared,
+        )
+        for each in profile.microbatches
+    ]
+    return _C.ProfiledModel(
+        microbatches=microbatches,
+        can_cut=[layer.can_cut_after for layer in profile.layers[:-1]],
+        blocks=[_C.Block(first=first, end=end) for first, end in blocks.values()],
+        # Profiled for each byte of float32.
+        seconds_per_update_byte=held.stepped * profile.seconds_per_update_byte.get(optimizer, 0.0),
+        seconds_per_action=profile.seconds_per_action,
+    )
+
+
+def _shared(layers: Sequence[int], **bytes_of_kind: float) -> _C.Value:
+    """Makes what counts with the first layer, and again on later stages with one of the others."""
+    return _C.Value(producer=layers[0], consumers=layers[1:], **bytes_of_kind)
+
+
+def _planned_cluster(
+    cluster: Cluster, limits: Sequence[float], measured: Profile | None
+) -> _C.PlannedCluster:
+    all_reduce = () if measured is None or measured.links is None else measured.all_reduce
+    return _C.PlannedCluster(
+        types=[
+            _C.PlannedType(
+                name=each.name,
+                slowness=1 / each.throughput,
+                memory_bytes=limit,
+                prices=[_C.Price(from_hour=hour, per_hour=price) for hour, price in each.prices()],
+            )
+            for each, limit in zip(cluster.types, limits, strict=True)
+        ],
+        type_of=[index for index, each in enumerate(cluster.types) for _ in range(each.count)],
+        topology=_topology(cluster),
+        all_reduce=[
+            _C.AllReduceTime(ranks=ranks, bytes=size, seconds=seconds)
+            for ranks, size, seconds in all_reduce
+        ],
+    )
+
+
+def _topology(cluster: Cluster) -> _C.Servers | _C.Mesh | _C.LinkMatrix:
+    links = [_C.Link(latency=latency, bandwidth=rate) for latency, rate in cluster.links]
+    if cluster.topology == "matrix":
+        return _C.LinkMatrix(num_devices=cluster.num_devices, links=links)
+    if cluster.topology == "mesh":
+        rows, columns = cluster.sizes
+        return _C.Mesh(rows=rows, columns=columns, row=links[0], column=links[1])
+    return _C.Servers(devices_per_server=cluster.sizes[0], inside=links[0], outside=links[1])
+
+
+def _stage_plan(
+    stage: _C.PlannedStage,
+    found: _C.FoundPlan,
+    profile: Profile,
+    blocks: dict[str, tuple[int, int]],
+) -> StagePlan:
+    names = list(blocks)
+    recomputed: bool | tuple[str, ...] = found.recompute == "stages"
+    if found.recompute == "blocks":
+        recomputed = tuple(names[block] for block in stage.blocks)
+    return StagePlan(
+        **{
+            **_fields(StagePlan, stage, stage.costs),
+            "devices": tuple(stage.devices),
+            "memory_limit": min(stage.memory_limit, sys.float_info.max),
+        },
+        begins_at=profile.layers[stage.first].name if stage.first else "",
+        layers=(stage.first, stage.end),
+        num_versions=found.num_versions,
+        recomputed=recomputed,
+    )

@@ -1,0 +1,216 @@
+"""Profiles a model: measures its layers on a device, or computes them from a device's figures."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...accelerator import module_of
+from ...capture.chain import device_type_of
+from ...capture.device_figures import DeviceFigures
+from ...checks import check_number, check_whole_number
+from ...model.fingerprint import describe_parameters
+from ...model.surroundings import plain_modes, random_state_kept
+from ...ranks.agreement import ControlPlane, join
+from .assembly import median_of, microbatch_of, shared_out
+from .engine_timing import dry_seconds_per_update_byte, seconds_per_action, seconds_per_update_byte
+from .group_timing import Measured, measure_groups
+from .links import with_links
+from .prepared import Prepared, Subject, checked_rows
+from .profile import Profile
+from .records import ProfiledDevice
+
+
+def profile(
+    model: nn.Module | Sequence[nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    microbatch_rows: Sequence[int] = (1, 2, 4),
+    replicated: Sequence[str] = (),
+    parallel: int = 1,
+    seconds: float = 2.0,
+    dry: DeviceFigures | None = None,
+    timeout: float = 300.0,
+) -> Profile:
+    """Measures the seconds and bytes that the layers of ``model`` take, forward and backward.
+
+    The code that stages run is timed on the model's device, in groups of layers between places
+    where a stage could begin. The times are medians over rounds, and of groups that do the same
+    only a few are timed (see ``profiling/layer_groups.py``). Autograd's hooks for
+    saved tensors count the activations. The model does not change.
+
+    Under a process group (or ``torchrun``) all ranks measure at the same time, as stages run. Every
+    rank gets the same profile: medians over the ranks, and the links between all of them.
+
+    Args:
+        model: as :class:`PipelineModule` takes it, in the mode (train, eval) to profile.
+        loss_fn: ``loss_fn(output, target)``; its time is part of the last layer's.
+        example_args, example_kwargs: a call of the model with any number of rows >= 1.
+        target: of as many rows as the example; any structure.
+        microbatch_rows: rows of the microbatches to profile, increasing; the example's rows are cut
+            or repeated.
+        replicated: as :class:`PipelineModule` takes it.
+        parallel: in one process, threads that measure at the same time, each with its share of the
+            cores: as many as there will be stages on this machine.
+        seconds: how long each number of rows is measured, in at least five rounds.
+        dry: a device's figures to compute from: nothing is measured, and no memory is needed. The
+            model may be on ``torch.device("meta")``.
+        timeout: seconds that a rank waits for another.
+
+    Raises:
+        ValueError, TypeError: on every rank, with the rule and both values.
+    """
+    subject = Subject(
+        model=model,
+        loss_fn=loss_fn,
+        example_args=example_args,
+        example_kwargs=example_kwargs,
+        target=target,
+        microbatch_rows=microbatch_rows,
+        replicated=replicated,
+    )
+    if dry is not None:
+        _check_numbers(parallel, seconds, timeout)
+        return _dry_profile(Prepared.of(subject, dry), dry)
+    control = join("profile", device_type_of(model, example_args, example_kwargs), timeout)
+    try:
+        control.together(lambda: _check_numbers(parallel, seconds, timeout))
+        return profile_together(control, subject, parallel=parallel, seconds=seconds)
+    finally:
+        control.close()
+
+
+def profile_together(
+    control: ControlPlane, subject: Subject, *, parallel: int, seconds: float = 2.0
+) -> Profile:
+    """Measures on all processes that ``control`` has joined; see :func:`profile`."""
+
+    def prepare() -> Prepared:
+        prepared = Prepared.of(subject, None)
+        if control.size > 1 and parallel != 1:
+            raise ValueError(
+                f"parallel: {parallel}, processes: {control.size}: with several processes it must "
+                "be 1, since all of them measure at the same time"
+            )
+        return prepared
+
+    prepared = control.together(
+        prepare,
+        same=lambda made: {
+            "microbatch_rows": list(subject.microbatch_rows),
+            "parameters": list(describe_parameters(made.root)),
+            "seconds": seconds,
+            "type of the model's device": made.device.type,
+            "layers": [layer.name for layer in made.layers],
+        },
+    )
+    return _measured_profile(prepared, control, seconds, parallel)
+
+
+def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
+    microbatches = []
+    for graph in prepared.graphs:
+        costs = graph.captured.costs
+        if costs.unknown:
+            raise ValueError(
+                f"dry: {figures.name}, layers whose shapes depend on values: "
+                f"{', '.join(costs.unknown[:5])}: measure the model instead"
+            )
+        backward = zip(costs.backward, costs.weight_grad, strict=True)
+        microbatches.append(
+            microbatch_of(
+                graph,
+                forward=costs.forward,
+                input_grad=[whole - weight for whole, weight in backward],
+                weight_grad=costs.weight_grad,
+                activations=costs.saved_bytes,
+                kept=costs.kept,
+                spread=[0.0] * len(costs.forward),
+            )
+        )
+    return prepared.profile(
+        ProfiledDevice(figures.name, figures.type, figures.memory_bytes, measured=False),
+        microbatches,
+        seconds_per_update_byte=dry_seconds_per_update_byte(figures),
+    )
+
+
+def _measured_profile(
+    prepared: Prepared, control: ControlPlane, seconds: float, parallel: int
+) -> Profile:
+    device = prepared.device
+
+    def measure() -> tuple[list[Measured], dict[str, float]]:
+        with random_state_kept(), plain_modes():
+            found = [
+                measure_groups(
+                    graph,
+                    prepared.root,
+                    prepared.groups,
+                    device,
+                    seconds=seconds,
+                    parallel=parallel,
+                )
+                for graph in prepared.graphs
+            ]
+            return found, seconds_per_update_byte(device)
+
+    measured, update = control.together(measure)
+    with random_state_kept():
+        action = seconds_per_action(device)
+    if control.group is not None:
+        everyone = control.told_by_all((measured, update, action), "profiling")
+        measured = [median_of(found) for found in zip(*(each[0] for each in everyone), strict=True)]
+        update = {name: statistics.median(each[1][name] for each in everyone) for name in update}
+        action = statistics.median(each[2] for each in everyone)
+    found = prepared.profile(
+        _this_device(device),
+        [
+            shared_out(graph, prepared.groups, times)
+            for graph, times in zip(prepared.graphs, measured, strict=True)
+        ],
+        seconds_per_update_byte=update,
+        seconds_per_action=action,
+    )
+    if control.group is None:
+        return found
+    return with_links(found, control.group, device, control.deadline)
+
+
+def _this_device(device: torch.device) -> ProfiledDevice:
+    module: Any = None if device.type == "cpu" else module_of(device.type)
+    if hasattr(module, "get_device_properties"):
+        properties = module.get_device_properties(device)
+        return ProfiledDevice(properties.name, device.type, properties.total_memory, measured=True)
+    names = Path("/proc/cpuinfo")
+    lines = names.read_text(encoding="utf-8").splitlines() if names.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = models[0] if models else platform.processor() or platform.machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return ProfiledDevice(name, device.type, memory, measured=True)
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Raises what :func:`profile` would for arguments that do not depend on the model."""
+    defaults = inspect.signature(profile).parameters
+    given = {name: each.default for name, each in defaults.items()} | arguments
+    checked_rows(given["microbatch_rows"])
+    _check_numbers(given["parallel"], given["seconds"], given["timeout"])
+
+
+def _check_numbers(parallel: int, seconds: float, timeout: float) -> None:
+    check_whole_number("parallel", parallel)
+    check_number("seconds", seconds, below=math.inf)
+    check_number("timeout", timeout, below=math.inf)

@@ -1,0 +1,274 @@
+"""Time and memory of a schedule without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+from .. import _C
+from .._C import Schedule
+from ..checks import check_whole_number
+from ..schedules.events import Event
+from ..schedules.load import schedule_for
+from ..schedules.small_picture import timeline_html
+from .costs import PerStage, edge_costs, halves_of_backward, stage_costs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchCosts:
+    """What a rank's host takes to launch its device's work, for :func:`simulate`.
+
+    The host launches a rank's actions in order, as far ahead of the device as weight versions let
+    it: before a forward it waits until the update that makes what that reads has been launched. A
+    thread of their own launches a stage's updates.
+
+    Attributes:
+        seconds: of the host, for each launch of a kernel.
+        forward: launches of a forward.
+        backward: launches of a backward, or of each of its halves.
+        update: launches of an optimizer step.
+        reads: numbers that are read from the device before a step, one after another, each after
+            a launch: the parameters' norms, if each is read by itself.
+        read_seconds: from the device's end to the host's going on, for each of those.
+        one_stream: updates are on the stream of the forwards and backwards. What is read then
+            waits for all that was launched before.
+    """
+
+    seconds: float = 0.0
+    forward: int = 1
+    backward: int = 1
+    update: int = 1
+    reads: int = 0
+    read_seconds: float = 0.0
+    one_stream: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """Optimizers that step in the host's memory (``optimizer_device="cpu"``), for :func:`simulate`.
+
+    A stage's gradients (``gradient_bytes``) go down, the host steps (``update`` seconds), and the
+    weights that it makes (``weight_bytes``) come up, beside what the device computes. Each rank has
+    a copy engine for either direction and one host, which take its stages in the order of their
+    updates. Where that is slow, the first forward that reads the new version waits, and with
+    ``one_buffer`` also the next batch's first backward.
+
+    Attributes:
+        down: bytes per second from a device to the host; 0 or infinite: bytes take no time.
+        up: bytes per second from the host to a device.
+        buckets: pieces of equal size in which gradients, step and weights follow each other. The
+            batch's last backward makes them at an even pace, and each goes down when it is made;
+            the first weights come up when all gradients are down.
+        one_buffer: a batch's gradients are added up where those of the batch before were, as with
+            16-bit weights. In float32 two versions' slots take turns, and nothing waits.
+    """
+
+    down: float = 0.0
+    up: float = 0.0
+    buckets: int = 1
+    one_buffer: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IdleTime:
+    """Seconds of a batch in which a rank's device does no forward and no backward.
+
+    Attributes:
+        messages: while it waits for another stage's message, and maybe for more.
+        updates: while a step is on the device, or the stage's copy is to come to it.
+        host: while nothing but a launch is missing, or a step's.
+    """
+
+    messages: float
+    updates: float
+    host: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """The result of :func:`simulate`.
+
+    Attributes:
+        events: every action, rank by rank in order, in seconds from the run's start;
+            :func:`draw_timeline` draws them.
+        makespan: seconds from the first action's start to the last one's end.
+        period: seconds per batch in the steady state, at the slowest rank. Measured between two
+            late batches, in a longer run if ``num_batches`` are too few: it does not depend on
+            them (to about one percent where messages are exposed).
+        bubbles: of each rank, the share of the period in which it does no action.
+        peak_bytes: of each rank, the most memory held at once: all weight versions, gradients,
+            optimizer state, and activations from a forward's start to the end of its backward.
+        most_in_flight: of each stage, the most microbatches whose activations it holds at once.
+        idle: of each rank, what its device waits for in the steady state; empty unless
+            ``launch_costs`` were given.
+    """
+
+    events: list[Event]
+    makespan: float
+    period: float
+    bubbles: list[float]
+    peak_bytes: list[float]
+    most_in_flight: list[int]
+    idle: list[IdleTime]
+
+    def _repr_html_(self) -> str:
+        worst = 100 * max(self.bubbles)
+        title = f"period {self.period:.4g}, bubble of at most {worst:.1f} %"
+        return timeline_html(self.events, title)
+
+
+def simulate(
+    schedule: Schedule | str | os.PathLike[str],
+    *,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    stages_per_rank: int = 1,
+    forward: PerStage = 1.0,
+    backward: PerStage | None = None,
+    input_grad: PerStage | None = None,
+    weight_grad: PerStage | None = None,
+    recompute: PerStage = 0.0,
+    update: PerStage = 0.0,
+    all_reduce: PerStage = 0.0,
+    activation_bytes: PerStage = 0.0,
+    input_bytes: PerStage = 0.0,
+    weight_bytes: PerStage = 0.0,
+    gradient_bytes: PerStage = 0.0,
+    state_bytes: PerStage = 0.0,
+    latency: PerStage = 0.0,
+    bandwidth: PerStage = math.inf,
+    message_bytes: PerStage = 0.0,
+    num_batches: int = 4,
+    launch_costs: LaunchCosts | None = None,
+    host_costs: HostCosts | None = None,
+) -> Simulation:
+    """Runs a schedule's actions with given costs, as discrete events, and measures it.
+
+    Every rank executes its list strictly in order; an action begins when its rank is free and the
+    message that it needs has arrived. The run begins with an empty pipeline and ends with a drain.
+
+    >>> simulation = pd2.simulate("2bw", num_stages=4, num_microbatches=8)
+    >>> simulation.period, simulation.bubbles  # 8 forwards of 1 second, 8 backwards of 2
+    (24.0, [0.0, 0.0, 0.0, 0.0])
+    >>> picture = pd2.draw_timeline(simulation.events, "2bw.png")
+
+    Times are in seconds, or in any one unit. Costs of stages are one number, or one for each
+    stage; costs of edges one number, or one for each pair of neighbours (``num_stages - 1``).
+
+    Args:
+        schedule: a schedule's name ("2bw", "2bw_eager", "2bw_split", "interleaved_2bw",
+            "2bw_v", "2bw_v_two_thirds", "2bw_v_half", "2bw_v_min", "zero_bubble_v", "v_half",
+            "v_min", "pipedream", "1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble",
+            "zero_bubble_2p", "interleaved_zero_bubble", "chimera", "chimera_doubled"), or one's
+            own: what :func:`load_schedule` takes.
+        num_stages: the model's stages d; in a schedule of two pipelines stage d + i of the result
+            is the second one's copy of stage i and costs the same. A schedule of one's own has
+            its own, which this must equal if given.
+        num_microbatches: microbatches of a batch, which must equal such a schedule's own if given.
+        stages_per_rank: for schedules by name that allow more than one.
+        forward: seconds of a forward of one microbatch.
+        backward: seconds of a backward, half of it the input gradient; 2.0 if nothing is said.
+        input_grad: instead of ``backward``, together with ``weight_grad``: seconds of the part
+            that the previous stage waits for.
+        weight_grad: seconds of the other part.
+        recompute: seconds of running a forward again before its backward, while that one's message
+            may be under way; 0: activations are kept instead.
+        update: seconds of an optimizer step. Where a stage keeps several weight versions it goes on
+            beside other actions, until a forward reads what it made.
+        all_reduce: seconds that replicas, and a stage's two copies, take to add up a batch's
+            gradients, before each update.
+        activation_bytes: kept for each microbatch in flight, with ``recompute`` only from that on.
+        input_bytes: with ``recompute``, kept for each microbatch in flight.
+        weight_bytes: one version of the weights.
+        gradient_bytes: the gradients.
+        state_bytes: the optimizer's state.
+        latency: seconds that a message takes however short, in either direction.
+        bandwidth: bytes per second in each direction; messages of one edge and direction occupy
+            it one after another. 0 or infinite: bytes take no time.
+        message_bytes: a microbatch's activations between two stages, and their gradients. An edge
+            between two stages of one rank costs nothing.
+        num_batches: batches to run before the drain.
+        launch_costs: what hosts take to launch actions; without, an action begins as soon as its
+            message is there. With them every update goes on beside other actions, as it does on a
+            device, also where a stage keeps one weight version.
+        host_costs: optimizers step in the host's memory. Every update then goes on beside other
+            actions and ends with the last copy to its device. Not together with ``launch_costs``.
+
+    Raises:
+        ScheduleError: the schedule is illegal; Deadlock if its ranks wait for each other.
+        ValueError: an unknown schedule, numbers of values that do not fit, or costs that are
+            negative or not finite.
+    """
+    made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
+    check_whole_number("num_batches", num_batches)
+    d = made.depth
+    input_grads, weight_grads = halves_of_backward(backward, input_grad, weight_grad, d)
+    of_stages: dict[str, PerStage] = {
+        "forward": forward,
+        "input_grad": input_grads,
+        "weight_grad": weight_grads,
+        "recompute": recompute,
+        "all_reduce": all_reduce,
+        "update": update,
+        "activation_bytes": activation_bytes,
+        "input_bytes": input_bytes,
+        "weight_bytes": weight_bytes,
+        "gradient_bytes": gradient_bytes,
+        "state_bytes": state_bytes,
+    }
+    of_edges = {"latency": latency, "bandwidth": bandwidth, "message_bytes": message_bytes}
+    found = _C.simulate(
+        made,
+        stage_costs(of_stages, d),
+        edge_costs(of_edges, d),
+        num_batches,
+        _launch_costs(launch_costs),
+        _host_costs(host_costs),
+    )
+    first_numbers = [made.number_in_batch(stage, 0) for stage in range(made.num_stages)]
+    return Simulation(
+        events=[
+            Event(
+                stage=action.stage,
+                replica=0,
+                kind=action.kind,
+                batch=action.batch,
+                microbatch=first_numbers[action.stage] + action.microbatch,
+                version=action.version,
+                start=action.start,
+                end=action.end,
+                rank=rank,
+            )
+            for rank, actions in enumerate(found.timeline)
+            for action in actions
+        ],
+        makespan=found.makespan,
+        period=found.period,
+        bubbles=found.bubbles,
+        peak_bytes=found.peak_bytes,
+        most_in_flight=found.most_in_flight,
+        idle=[
+            IdleTime(messages=each.messages, updates=each.updates, host=each.host)
+            for each in found.idle
+        ],
+    )
+
+
+def _launch_costs(given: LaunchCosts | None) -> _C.LaunchCosts | None:
+    if given is None:
+        return None
+    if not isinstance(given, LaunchCosts):
+        raise TypeError(f"launch_costs: {given!r} given, it must be LaunchCosts")
+    for name in ("forward", "backward", "update", "reads"):
+        check_whole_number(f"launch_costs.{name}", getattr(given, name), at_least=0)
+    return _C.LaunchCosts(**dataclasses.asdict(given))
+
+
+def _host_costs(given: HostCosts | None) -> _C.HostCosts | None:
+    if given is None:
+        return None
+    if not isinstance(given, HostCosts):
+        raise TypeError(f"host_costs: {given!r} given, it must be HostCosts")
+    check_whole_number("host_costs.buckets", given.buckets)
+    return _C.HostCosts(**dataclasses.asdict(given))

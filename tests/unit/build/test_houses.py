@@ -1,0 +1,54 @@
+"""The core is one house; the planner and the extras are loaded when a script asks for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import pipedream2bw as pd2
+from pipedream2bw import extras, planner
+
+LOADED = """
+houses = ("pipedream2bw.planner", "pipedream2bw.extras")
+print(sorted(name for name in sys.modules if name.startswith(houses)))
+"""
+
+
+def loaded_after(code: str) -> list[str]:
+    program = f"import sys, torch, pipedream2bw as pd2\n{code}\n{LOADED}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    modules: list[str] = eval(done.stdout)
+    return modules
+
+
+def test_neither_is_loaded_by_the_core_and_a_training() -> None:
+    training = """
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+x = torch.ones(4, 2)
+pipe = pd2.PipelineModule(
+    model, torch.nn.functional.mse_loss, num_stages=2, num_microbatches=2, example_args=(x,)
+)
+opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+pipe.train_step(x, target=x)
+opt.step()
+pipe.close()
+"""
+    assert loaded_after(training) == []
+
+
+def test_a_name_loads_its_house() -> None:
+    assert "pipedream2bw.planner.planning.planner" in loaded_after("pd2.plan")
+    assert "pipedream2bw.extras.traffic" in loaded_after("pd2.TrafficReport")
+
+
+def test_every_name_of_a_house_is_public() -> None:
+    for house in (planner, extras):
+        assert set(house.__all__) < set(pd2.__all__)
+        for name in house.__all__:
+            assert getattr(pd2, name) is getattr(house, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        pd2.nothing  # noqa: B018
