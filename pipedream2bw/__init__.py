@@ -34,16 +34,14 @@ from .model.linear_cross_entropy import linear_cross_entropy
 from .model.local_shards import use_local_shards
 from .model.random_numbers import reference_random
 from .optimizer.loss_scale import LossScale
-from .optimizer.ok_topk import OkTopkState, ok_topk_hook
 from .optimizer.optimizer import PipelineOptimizer
-from .optimizer.replica_sync import ReplicaSync
-from .optimizer.skew_scout import SkewScout
 from .optimizer.staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
 from .pictures.canvas import Picture
 from .pictures.text import draw_text
 from .pictures.timeline import draw_timeline
 from .pictures.trace import read_events, write_events, write_trace
 from .pipeline.module import PipelineModule
+from .runtime.extension import Extension, HeldBytes, Update
 from .runtime.lazy_numbers import Loss
 from .runtime.microbatch import Microbatch
 from .runtime.stage_memory import MemoryReport, StageMemory
@@ -55,10 +53,14 @@ if TYPE_CHECKING:
     from .extras import (
         ActionTraffic,
         DataStalls,
+        OkTopkState,
+        ReplicaSync,
+        SkewScout,
         StageTraffic,
         TrafficReport,
         data_stalls,
         fastest_v_schedule,
+        ok_topk_hook,
         traffic_report,
     )
     from .planner import (
@@ -93,6 +95,8 @@ __all__ = [
     "DeviceType",
     "ErrorFeedback",
     "Event",
+    "Extension",
+    "HeldBytes",
     "HostCosts",
     "IdleTime",
     "LaunchCosts",
@@ -120,6 +124,7 @@ __all__ = [
     "StageTraffic",
     "Timeline",
     "TrafficReport",
+    "Update",
     "add_loss",
     "calibrate",
     "collect_losses",

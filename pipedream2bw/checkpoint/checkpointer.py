@@ -16,10 +16,10 @@ from ..checks import check_whole_number
 from ..errors import StageError
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.agreement import Announcement, Operation, Stopping
 from ..runtime.discarding import TakenBack
+from ..runtime.extension import CHECKPOINTER, Extension
 from ..runtime.session import Session
-from ..runtime.wishes import Wishes
 from .finding import load_whole
 from .frequency import Frequency
 from .load import load_from
@@ -33,13 +33,10 @@ from .waiting import on_first_rank
 
 log = logging.getLogger("pipedream2bw")
 
-_NOTHING, _SAVE, _STOP = 0, 1, 2
-"""What a rank wishes that all do after the batch; to stop is ``_STOP`` and the signal's number."""
-
 _Result = TypeVar("_Result")
 
 
-class Checkpointer:
+class Checkpointer(Extension):
     """Saves a run now and then, and goes on with it after any interruption.
 
     >>> with pd2.Checkpointer("checkpoints", pipe, opt, data=sampler, every="auto") as ckpt:
@@ -111,10 +108,10 @@ class Checkpointer:
         self._newest = -1  # of this run's checkpoints; -1: it may be another run's folder
         self.extra: dict[str, Any] = {}
         """The values of ``extra`` that :meth:`resume` found and that are no objects."""
-        self._wishes = session.wishes = Wishes(
-            self._saver.folder.path, self._wish, self._before_evaluation
-        )
-        session.discarding.listen(self._taken_back)
+        self._saves = False  # what a rank has asked all for, with the last train_step
+        self._stop_signal = 0  # the greatest that a rank has got, so that all exit alike
+        self.name = self._saver.folder.path
+        session.extensions.put(CHECKPOINTER, [self])
         self._signals.notice()
 
     worker_init_fn = staticmethod(ignore_in_worker)
@@ -139,7 +136,7 @@ class Checkpointer:
                 values.
             TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
         """
-        session, folder, sync = self._session, self._saver.folder, self._opt.replica_sync
+        session, folder = self._session, self._saver.folder
         session.flush_for(Operation.load)
         self._under_way.wait_together()
         self._from_first("removing what interrupted saves left", lambda: clean(folder))
@@ -148,7 +145,7 @@ class Checkpointer:
             folder,
             step,
             lambda source: load_from(source, session, self._opt, self._beside, generators=True),
-            known_everywhere=list if sync is None else sync.known_everywhere,
+            known_everywhere=self._known_everywhere,
         )
         self._newest = self._stepped = session.accumulation.num_updates
         if extra is None:
@@ -156,6 +153,13 @@ class Checkpointer:
         self._kept = self._now()
         self.extra = extra
         return self._newest
+
+    def _known_everywhere(self, steps: Iterable[int]) -> list[int]:
+        """Those of some steps that the optimizer's extensions can go on from."""
+        known = list(steps)
+        for extension in self._opt.extensions:
+            known = list(extension.known_everywhere(known))
+        return known
 
     def _check_branch(self) -> None:
         """Refuses to train where newer checkpoints are of another run. On rank 0."""
@@ -203,23 +207,26 @@ class Checkpointer:
             seconds = None if self._evaluated else now - self._last_step
             self._frequency.batch_ended(seconds, is_saving=bool(self._under_way.savings))
         self._under_way.look()
-        wish = session.wishes.agreed
-        if wish > _STOP:
-            self._save_and_stop(wish - _STOP)
+        if self._stop_signal:
+            self._save_and_stop()
         every = self._frequency.batches
-        is_due = wish == _SAVE or (self._frequency.is_fixed and every and batch % every == 0)
+        is_due = self._saves or (self._frequency.is_fixed and every and batch % every == 0)
         if is_due and not self._has_saved():
             self._save(self._under_way.check)
         self._last_step = time.monotonic() if self._last_step is None else now
         self._evaluated = False
 
-    def _wish(self) -> int:
-        """What this rank wishes that all do after the batch that begins."""
-        if self._signals.received:
-            return _STOP + self._signals.received
+    def announce(self, mine: Announcement) -> Announcement:
+        """Adds what this rank asks all for; the pipeline calls it with every train_step."""
         decides = self._session.grid.rank == 0 and not self._frequency.is_fixed
         is_free = not self._under_way.savings
-        return _SAVE if decides and is_free and self._frequency.is_due() else _NOTHING
+        saves = decides and is_free and self._frequency.is_due()
+        return mine._replace(saves=saves, stop_signal=self._signals.received)
+
+    def announced(self, everyone: Sequence[Announcement]) -> None:
+        """Hears what all ranks ask for."""
+        self._saves = any(rank.saves for rank in everyone)
+        self._stop_signal = max(rank.stop_signal for rank in everyone)
 
     def _save(self, check: Callable[[], Announcement]) -> None:
         """Begins a save, unless something cannot be saved: then it warns.
@@ -247,27 +254,25 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ ending
 
-    def _before_evaluation(self) -> None:
+    def before_evaluation(self) -> None:
+        """All ranks begin an evaluation."""
         self._evaluated = True
         self._under_way.see_evaluation()
-        self._stop_if_told(self._session.wishes.agreed)
+        self._stop_if_told()
 
-    def _taken_back(self, taken: TakenBack) -> None:
+    def taken_back(self, taken: TakenBack) -> None:
+        """Batches have not been."""
         self._stepped = min(self._stepped, taken.batch)
 
-    def _stop_if_told(self, wish: int) -> None:
+    def _stop_if_told(self) -> None:
         """Ends the run if a signal came and the user has counted all batches that are saved."""
         accumulation = self._session.accumulation
         is_counted = accumulation.is_between_batches and accumulation.num_updates == self._stepped
-        if wish > _STOP and is_counted:
-            self._save_and_stop(wish - _STOP)
+        if self._stop_signal and is_counted:
+            self._save_and_stop()
 
-    def _save_and_stop(self, number: int) -> None:
-        """Saves on all ranks at one batch, closes the pipeline and ends the program.
-
-        Args:
-            number: of the signal that a rank got; of several the greatest, so that all exit alike.
-        """
+    def _save_and_stop(self) -> None:
+        """Saves on all ranks at one batch, closes the pipeline and ends the program."""
         try:
             while not self._has_saved_last():
                 pass
@@ -277,7 +282,7 @@ class Checkpointer:
             raise
         # A signal that comes to this rank later than to others ends it no earlier.
         self._leave(hands_on=False)
-        raise Preempted(128 + number)
+        raise Preempted(128 + self._stop_signal)
 
     def _now(self) -> tuple[int, int]:
         """The run's state, as far as counts tell it: after a discarded batch the data go on."""
@@ -327,22 +332,25 @@ class Checkpointer:
                 self._finish()
             except StageError as error:
                 if error.discarded is not None:
-                    self._stop_if_told(self._wish_of_all())
+                    self._hear_of_signals()
+                    self._stop_if_told()
                 raise
-            self._stop_if_told(self._wish_of_all())
+            self._hear_of_signals()
+            self._stop_if_told()
         finally:
             self._leave()
 
-    def _wish_of_all(self) -> int:
-        """The greatest wish of all ranks, which all call this. Drained."""
-        session = self._session
-        if not session.ending.is_open:
-            return _NOTHING
-        with session.ending.failing_closes():
-            announced = session.agree(
-                Operation.flush, session.num_train_steps, lambda: Announcement(wish=self._wish())
-            )
-        return max(rank.wish for rank in announced)
+    def _hear_of_signals(self) -> None:
+        """Every rank calls this. Drained."""
+        session, self._stop_signal = self._session, 0
+        if session.ending.is_open:
+            with session.ending.failing_closes():
+                everyone = session.agree(
+                    Operation.flush,
+                    session.num_train_steps,
+                    lambda: Stopping(self._signals.received),
+                )
+            self._stop_signal = max(rank.signal for rank in everyone)
 
     def _finish(self) -> None:
         try:
@@ -354,8 +362,9 @@ class Checkpointer:
 
     def _leave(self, error: BaseException | None = None, *, hands_on: bool = True) -> None:
         """Gives signals back; one that came and did nothing does now what it did before."""
-        if self._session.wishes is self._wishes:  # else another one has been made since
-            self._session.wishes = Wishes()
+        extensions = self._session.extensions
+        if self in extensions.at(CHECKPOINTER):  # else another one has been made since
+            extensions.put(CHECKPOINTER, [])
         received = self._signals.restore()
         if received and hands_on:
             if error is not None:  # which the signal hides if it ends the program
@@ -387,11 +396,10 @@ def _checked(
     keep: int,
     keep_every: int | None,
 ) -> Frequency:
-    other = session.wishes.saves_to
-    if other is not None:
+    for other in session.extensions.at(CHECKPOINTER):
         raise ValueError(
-            f"{os.fspath(path)}: the pipeline has a Checkpointer, of {other}, which must be closed "
-            "before another one is made; pd2.save() saves to further places"
+            f"{os.fspath(path)}: the pipeline has a Checkpointer, of {other.name}, which must "
+            "be closed before another one is made; pd2.save() saves to further places"
         )
     check_whole_number("keep", keep, at_least=2)
     if keep_every is not None:

@@ -24,6 +24,7 @@ from ..optimizer.cut import OptimizerCut, OwnChanges, SavedOptimizers, StateByNa
 from ..optimizer.shares import is_cut, of_all_replicas
 from ..ranks.grid import RankGrid
 from ..runtime.discarding import TakenBack
+from ..runtime.extension import Extension
 from ..runtime.local_model import LocalModel
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
@@ -45,7 +46,7 @@ def older(age: int) -> str:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Cut:
+class Cut(Extension):
     """A process's part of the state, as it is copied.
 
     Attributes:
@@ -74,7 +75,7 @@ class Cut:
         """Adds tensors of a file."""
         self.tensors.setdefault(kind, {}).update(tensors)
 
-    def take_back(self, taken: TakenBack) -> None:
+    def taken_back(self, taken: TakenBack) -> None:
         """Ends without a copy if a batch before it has not been. All stages are idle.
 
         The version that would be copied is not made then: no stage has copied it.
@@ -145,7 +146,7 @@ def begin_cut(
         model = session.local_model if pipeline == session.grid.replica == 0 else None
         copy = then(_copying_buffers(stage, cut, memory, pipeline, in_model, model))
         stage.runner.calls.before(session.num_train_steps, copy)
-    session.discarding.listen(cut.take_back)
+    session.extensions.add(cut)
     return cut
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import torch
 
-from ..optimizer.cut import is_beside
+from ..optimizer.cut import SavedOptimizers, is_of
 from .cut import MODEL, OPTIMIZER
 from .folder import INDEX, Folder
 from .manifest import SavedFile, weights_index
@@ -76,14 +76,15 @@ def _to_torch_distributed(source: Source, out: str) -> None:
 def _optimizer_state(source: Source) -> dict[str, Any]:
     """By the parameters' names, as ``get_optimizer_state_dict`` has it when it flattens."""
     manifest, places = source.manifest, source.places(OPTIMIZER)
+    shared, numbers = source.values(manifest.optimizer, manifest.numbers)
+    beside = SavedOptimizers.of(shared).of_all_extensions
     state: dict[str, dict[str, Any]] = {}
     for name, value in source.read(places).items():
         parameter, _, key = name.rpartition("/")
-        if not is_beside(key):
+        if not is_of(key, beside):
             state.setdefault(parameter, {})[key] = value
-    shared, numbers = source.values(manifest.optimizer, manifest.numbers)
     for parameter, values in numbers.items():
-        own = {key: value for key, value in values.items() if not is_beside(key)}
+        own = {key: value for key, value in values.items() if not is_of(key, beside)}
         state.setdefault(parameter, {}).update(own)
     groups = {
         name: dict(options)

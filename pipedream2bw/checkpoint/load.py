@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..model.checkpoint import Checkpoint
-from ..optimizer.cut import SavedOptimizer, SavedOptimizers
+from ..optimizer.cut import SavedOptimizers
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Operation
@@ -163,7 +163,7 @@ class _Prepared:
             self._part.extra,
             self._part.generators,
         )
-        self._shared = _shared_of(shared) if opt is not None else None
+        self._shared = SavedOptimizers.of(shared) if opt is not None else None
         if opt is not None and self._shared is not None:
             opt.check_cut(self._shared)
         asks_for_all = not is_alone or bool(beside.schedulers)
@@ -364,7 +364,7 @@ class _Prepared:
             updates=manifest.batch,
             random_seed=manifest.random_seed,
         )
-        session.local_model.after_load()
+        session.weights_loaded()
         if self._opt is not None and self._shared is not None:
             self._opt.load_cut(self._shared, self._states)
         if self._sets(generators):  # again: a module's set_extra_state may have drawn
@@ -385,8 +385,3 @@ def _part_of(manifest: Manifest, session: Session) -> RankPart:
         (part for part in parts if same_grid and (part.rank, part.replica) == (rank, replica)),
         next((part for part in parts if part.replica == replica), parts[0]),
     )
-
-
-def _shared_of(document: Mapping[str, Any]) -> SavedOptimizers:
-    optimizers = [SavedOptimizer(**fields) for fields in document["optimizers"]]
-    return SavedOptimizers(**{**document, "optimizers": optimizers})

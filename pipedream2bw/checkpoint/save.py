@@ -9,6 +9,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from ..optimizer.cut import OptimizerCut
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Announcement, Operation
+from ..runtime.extension import Extension
 from ..runtime.session import Session
 from .copies import HostMemory
 from .cut import begin_cut
@@ -198,7 +200,9 @@ class Saver:
         )
         saving = Saving(session, self.folder.path, head.batch)
         if any(stage.weights.frozen for stage in session.stages):
-            session.local_model.frozen_in_use.until(saving.done)
+            reading = FrozenWeightsRead(saving.done)
+            session.extensions.add(reading)
+            saving.done.add_done_callback(reading.ended)  # and is kept until then
         # Nothing that the thread holds refers to the pipeline: it would not end when it is dropped.
         free = self._memory
         saving.done.add_done_callback(lambda _: free.append(memory))
@@ -253,6 +257,29 @@ class Saver:
             own=own,
             tensors=tensors,
         )
+
+
+class FrozenWeightsRead(Extension):
+    """A save under way reads frozen weights where they are: they must not change until it is done.
+
+    Args:
+        done: when the save is.
+    """
+
+    def __init__(self, done: Future[None]) -> None:
+        self._until: list[Future[None]] = [done]
+
+    def ended(self, done: Future[None]) -> None:
+        """They may change."""
+        self._until.clear()
+
+    def before_load(self, seconds: float) -> None:
+        """Waits until they may change; TimeoutError if the save takes longer."""
+        if wait(self._until, seconds).not_done:
+            raise TimeoutError(
+                f"load: a save under way has not ended within {seconds:g} s: it reads frozen "
+                "weights, which must not change until then"
+            )
 
 
 def _state_of(value: Any) -> Any:

@@ -211,7 +211,7 @@ class Writer:
         tensors = {kind: dict(of_kind) for kind, of_kind in cut.tensors.items()}
         tensors.setdefault("rank", {}).update(head.tensors)
         optimizer = encode(
-            None if cut.shared is None else dataclasses.asdict(cut.shared),
+            None if cut.shared is None else cut.shared.document(),
             f"rank{rank}/optimizer",
             tensors["rank"],
         )

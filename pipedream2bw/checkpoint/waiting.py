@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar, cast
 
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.agreement import Finished, Operation
 from ..ranks.deadline import Call
 from ..runtime.session import Session
 from .folder import Folder
@@ -93,12 +93,12 @@ def wait_together(session: Session, operation: Operation, is_done: Callable[[], 
         Exception: what ``is_done`` raised on any rank.
     """
 
-    def sign() -> Announcement:
-        return Announcement(wish=0 if is_done() else 1)
+    def sign() -> Finished:
+        return Finished(is_done())
 
     with session.ending.lost_ranks_close():
         for number in itertools.count():
-            if not any(rank.wish for rank in session.agree(operation, number, sign)):
+            if all(rank.is_done for rank in session.agree(operation, number, sign)):
                 return
 
 

@@ -4,6 +4,9 @@ The core does not know it; docs/extending.md shows how one is made.
 """
 
 from .fastest_v import fastest_v_schedule
+from .ok_topk import OkTopkState, ok_topk_hook
+from .replica_sync import ReplicaSync
+from .skew_scout import SkewScout
 from .stalls import DataStalls, data_stalls
 from .traffic import ActionTraffic, StageTraffic, TrafficReport
 from .traffic_count import traffic_report
@@ -11,9 +14,13 @@ from .traffic_count import traffic_report
 __all__ = [
     "ActionTraffic",
     "DataStalls",
+    "OkTopkState",
+    "ReplicaSync",
+    "SkewScout",
     "StageTraffic",
     "TrafficReport",
     "data_stalls",
     "fastest_v_schedule",
+    "ok_topk_hook",
     "traffic_report",
 ]

@@ -353,7 +353,9 @@ def _update(stage: LocalStage, session: Session) -> tuple[Moved, int]:
     moved = Moved()
     moved.bytes_of["weights"] = (read + new) // shares + 2 * engine.masters
     moved.bytes_of["gradients"] = gradients // shares
-    moved.bytes_of["optimizer"] = 2 * (engine.optimizer_state + stage.weights.correction_bytes())
+    moved.bytes_of["optimizer"] = 2 * (
+        engine.optimizer_state + session.extensions.bytes_of(stage.index).on_device
+    )
     if new:
         moved.work.append(Work(0, torch.float32, moved.bytes_of.total()))
     # What any sum over the copies sends and receives: Patarasuk and Yuan, JPDC 69(2), 2009. With

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..ranks.agreement import Announcement, Operation
+from ..runtime.extension import Extension
 from ..runtime.session import Session, open_sessions
 from .clipping import Clipping
 from .fused import fused_kind, parameters_of
-from .replica_sync import ReplicaSync
 from .shares import check_shares
 from .staleness import NesterovCorrection, Remedies
 
@@ -23,7 +23,7 @@ def agreed_session_of(
     optimizers: Sequence[torch.optim.Optimizer],
     clipping: Clipping,
     remedies: Remedies,
-    replica_sync: ReplicaSync | None,
+    extensions: Mapping[str, Extension],
     shard_state: bool,
 ) -> Session:
     """The pipeline whose parameters the optimizers hold; raises on all of its ranks or on none."""
@@ -43,12 +43,14 @@ def agreed_session_of(
             )
         if shard_state:
             check_shares(session, optimizers, remedies)
-        if replica_sync is not None:
-            if not isinstance(replica_sync, ReplicaSync):
+        options = {**vars(clipping), "staleness": remedies, "shard_state": shard_state}
+        for name, extension in extensions.items():
+            if not isinstance(extension, Extension):
                 raise TypeError(
-                    f"replica_sync: {type(replica_sync).__name__} given, it must be a ReplicaSync"
+                    f"{name}: {type(extension).__name__} given, it must be an Extension, as a "
+                    "ReplicaSync is"
                 )
-            replica_sync.check(session, clipping, remedies, shard_state=shard_state)
+            extension.check(session, options)
     except (ValueError, TypeError) as raised:
         error = raised
         candidates = open_sessions() if session is None else [session]
@@ -66,9 +68,9 @@ def agreed_session_of(
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         settings = {"optimizer": kinds, **dataclasses.asdict(clipping), **remedies.settings()}
         settings["shard_state"] = shard_state
-        settings |= (
-            replica_sync.settings() if replica_sync is not None else {"replica_sync": "None"}
-        )
+        settings |= {name: type(extension).__name__ for name, extension in extensions.items()}
+        for extension in extensions.values():
+            settings |= extension.settings()
         session.control.agree_on_objects(None, settings)
     return session
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import _C
+from ..runtime.extension import Extension, joined
 from ..runtime.stage_weights import StageWeights
 from .fused import read_state
 from .own_step import StageStepper, changed_by
-from .stage_sync import StageSync, check_outer
-from .step_correction import StepCorrection
 
 STALENESS = "staleness"
-"""The name of what a remedy keeps of a parameter, beside its optimizer's own names."""
-
-SYNC = "replica_sync."
-"""Begins the names of a parameter's anchor and of what the outer optimizer keeps of it."""
+"""The name of the remedies for the delay, among those of extensions."""
 
 StateByName = dict[str, dict[str, Any]]
 """By the parameters' names: what the stock optimizer would have; tensors are the live ones."""
@@ -55,7 +51,7 @@ class SavedOptimizers:
         loss_scales: of each version that is read again; empty without loss scaling.
         growth_tracker: updates without overflow since the scale last changed.
         staleness: the remedies for the delay, in words.
-        replica_sync: what is saved of one beside the parameters' states; None: there was none.
+        extensions: what the others save beside the parameters' states, by their names.
     """
 
     optimizers: Sequence[SavedOptimizer]
@@ -63,7 +59,26 @@ class SavedOptimizers:
     delayed_batches: int
     loss_scales: Mapping[int, float]
     growth_tracker: int
-    replica_sync: Any = None
+    extensions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> SavedOptimizers:
+        """Reads what :meth:`document` gave."""
+        own = {field.name for field in dataclasses.fields(cls)} - {"extensions"}
+        fields: dict[str, Any] = {name: document[name] for name in own}
+        fields["optimizers"] = [SavedOptimizer(**each) for each in document["optimizers"]]
+        others = {n: v for n, v in document.items() if n not in own and v is not None}
+        return cls(**fields, extensions=others)
+
+    def document(self) -> dict[str, Any]:
+        """As a checkpoint has it: each extension under its name beside the rest."""
+        fields = dataclasses.asdict(self)
+        return {**fields.pop("extensions"), **fields}
+
+    @property
+    def of_all_extensions(self) -> dict[str, Mapping[str, Any]]:
+        """What each extension saves, the remedies too, by their names."""
+        return {STALENESS: {"delayed_batches": self.delayed_batches}, **self.extensions}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +93,8 @@ class OptimizerCut:
         given: the options of each optimizer's groups, as its user set them.
         seen: the same after the last step, of those that step by themselves.
         steppers: these, by number and stage.
-        corrections: a remedy's, by stage.
-        syncs: with other sites, by stage; with what is saved beside them.
+        extensions: of the optimizer.
+        saved: what each of these saves beside the parameters' states, by its name.
         names: of this process's parameters, by their id.
     """
 
@@ -88,18 +103,16 @@ class OptimizerCut:
     given: Sequence[list[dict[str, Any]]]
     seen: Mapping[int, list[dict[str, Any]]]
     steppers: Mapping[tuple[int, int], StageStepper]
-    corrections: Mapping[int, StepCorrection]
-    syncs: Mapping[int, StageSync]
-    replica_sync: Any
+    extensions: Sequence[Extension]
+    saved: Mapping[str, Mapping[str, Any]]
     scale: _C.LossScale | None
-    delayed_batches: int
     staleness: str
     names: Mapping[int, str]
 
     def of_stage(self, weights: StageWeights) -> StateByName:
         """The state of the parameters that count on the stage and that this replica steps.
 
-        What a remedy keeps is with it.
+        What extensions keep is with it.
         """
         found: StateByName = {}
         holders = {
@@ -113,14 +126,10 @@ class OptimizerCut:
                 kind, optimizer, group = holders[id(handle)]
                 of_own = optimizer.state.get(handle, {})
                 found[name] = read_state(kind, weights, i, group) if kind else dict(of_own)
-        if weights.index in self.corrections:
-            for name, kept in self.corrections[weights.index].state().items():
+        for extension in self.extensions:
+            for name, of_one in extension.kept(weights).items():
                 if name in found:
-                    found[name][STALENESS] = kept
-        if weights.index in self.syncs:
-            for name, of_one in self.syncs[weights.index].state().items():
-                if name in found:
-                    found[name].update({f"{SYNC}{key}": value for key, value in of_one.items()})
+                    found[name] |= {_name(extension.name, key): v for key, v in of_one.items()}
         return found
 
     def own_changes(self, weights: StageWeights) -> OwnChanges:
@@ -157,9 +166,9 @@ class OptimizerCut:
             )
         return SavedOptimizers(
             optimizers=optimizers,
-            delayed_batches=self.delayed_batches,
+            **self.saved[STALENESS],
             staleness=self.staleness,
-            replica_sync=self.replica_sync,
+            extensions={name: of for name, of in self.saved.items() if name != STALENESS},
             loss_scales={v: self.scale.of_version(v) for v in versions} if self.scale else {},
             growth_tracker=self.scale.growth_tracker if self.scale else 0,
         )
@@ -198,8 +207,9 @@ class OptimizerCut:
                 )
         if self.staleness != saved.staleness:
             raise ValueError(f"staleness: {self.staleness}, the checkpoint has {saved.staleness}")
-        if self.replica_sync and saved.replica_sync:
-            check_outer(self.replica_sync["outer"], saved.replica_sync["outer"])
+        for extension in self.extensions:
+            if extension.name in saved.extensions:
+                extension.check_saved(saved.extensions[extension.name])
         has_scale = self.scale is not None
         if has_scale != bool(saved.loss_scales):
             raise ValueError(
@@ -224,26 +234,38 @@ def as_state_dict(
     Args:
         tied: further names of parameters, and the first one of each.
     """
-    by_name = {tied.get(name, name): state for name, state in states.items()}
+    beside = saved.of_all_extensions
+    by_name = {
+        tied.get(name, name): {key: v for key, v in state.items() if not is_of(key, beside)}
+        for name, state in states.items()
+    }
     wholes: list[dict[str, Any]] = [
         {"state": by_name, "param_groups": [{**group, "params": []} for group in each.groups]}
         for each in saved.optimizers
     ]
-    kept = {name: state[STALENESS] for name, state in states.items() if STALENESS in state}
     whole: dict[str, Any] = wholes[0] if len(wholes) == 1 else {"optimizers": wholes}
-    whole["staleness"] = {"delayed_batches": saved.delayed_batches, "kept": kept}
-    if saved.replica_sync is not None:
-        of_each = {
-            name: {key[len(SYNC) :]: v for key, v in state.items() if key.startswith(SYNC)}
-            for name, state in states.items()
-        }
-        whole["replica_sync"] = {**saved.replica_sync, "kept": of_each}
+    for extension, of_all in beside.items():
+        kept = {}
+        for name, state in states.items():
+            mine = {
+                key[len(extension) + 1 :]: value
+                for key, value in state.items()
+                if is_of(key, (extension,))
+            }
+            if mine:
+                kept[name] = mine
+        whole[extension] = {**of_all, "kept": joined(kept)}
     return whole
 
 
-def is_beside(key: str) -> bool:
-    """Whether what is saved of a parameter under a name is no state of its optimizer."""
-    return key == STALENESS or key.startswith(SYNC)
+def _name(extension: str, key: str) -> str:
+    """The name, among those of a parameter's state, of what an extension keeps of it."""
+    return f"{extension}.{key}" if key else extension
+
+
+def is_of(key: str, extensions: Collection[str]) -> bool:
+    """Whether what is saved of a parameter under a name is kept by one of some extensions."""
+    return key.partition(".")[0] in extensions
 
 
 def as_torch_has_it(
@@ -264,9 +286,8 @@ def as_torch_has_it(
         first = number
         for parameter in own["params"]:
             of_parameter = states.get(names.get(id(parameter), ""), {})
-            kept = {key: value for key, value in of_parameter.items() if not is_beside(key)}
-            if kept:
-                state[number] = kept
+            if of_parameter:
+                state[number] = dict(of_parameter)
             number += 1
         types = {key: type(value) for key, value in own.items()}
         restored = {

@@ -12,8 +12,9 @@ import torch
 from .. import _C
 from ..ranks.agreement import Operation
 from ..runtime.discarding import TakenBack
+from ..runtime.extension import OPTIMIZER, Extension, Kept, Update, joined, parted
+from ..runtime.local_stages import LocalStage
 from ..runtime.stage_weights import StageWeights
-from .after_step import AfterStep
 from .checks import agreed_session_of, common_defaults
 from .clipping import Clipping, GradNorm
 from .cut import OptimizerCut, SavedOptimizers, StateByName, as_state_dict
@@ -36,11 +37,12 @@ from .own_step import (
     first_states,
     keep_from_zeroing,
     options_of,
+    steps_in,
     take_over_counters,
 )
-from .replica_sync import ReplicaSync
-from .shares import forget_others, whole_states
+from .shares import all_shares, forget_others, whole_states
 from .staleness import Remedies, Remedy
+from .step_remedies import StepRemedies
 from .verdicts import let_updates_wait
 
 _NOT_BEGUN = "made no step yet: call init_state() before torch.distributed.checkpoint.load()"
@@ -79,7 +81,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         staleness: remedies for the schedule's delay: a :class:`LearningRateDiscount`, an
             :class:`ErrorFeedback` or a :class:`NesterovCorrection`, or a list of the first and one
             of the others. See also ``warmup_batches`` of :class:`PipelineModule`.
-        replica_sync: lets pipelines on several sites train apart and average their weights seldom.
+        replica_sync: a :class:`ReplicaSync` lets pipelines on several sites train apart and average
+            their weights seldom.
+        extensions: further ones, of your own (docs/extending.md).
         shard_state: each of w replicas keeps masters and optimizer state of a share of a stage's
             parameters only, steps these and gives the others their new weights; to the same bits.
             A large parameter of SGD, Adam or AdamW may be several replicas', so that shares are
@@ -102,7 +106,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         clip_grad_value: float | None = None,
         loss_scale: LossScale | None = None,
         staleness: Remedy | Sequence[Remedy] = (),
-        replica_sync: ReplicaSync | None = None,
+        replica_sync: Extension | None = None,
+        extensions: Sequence[Extension] = (),
         shard_state: bool = False,
     ) -> None:
         clipping = Clipping(
@@ -112,11 +117,17 @@ class PipelineOptimizer(torch.optim.Optimizer):
             loss_scale=loss_scale,
         )
         remedies = Remedies(staleness)
-        session = agreed_session_of(optimizers, clipping, remedies, replica_sync, shard_state)
+        given = {} if replica_sync is None else {"replica_sync": replica_sync}
+        given |= {f"extensions[{number}]": each for number, each in enumerate(extensions)}
+        session = agreed_session_of(optimizers, clipping, remedies, given, shard_state)
         self._session, self._shard_state = session, shard_state
+        self._remedies = remedies
+        self._step_remedies = StepRemedies(
+            remedies, session.schedule.delay, session.stages.options.warmup_batches
+        )
+        self.extensions: Sequence[Extension] = (self._step_remedies, *given.values())
         self.replica_sync = replica_sync
-        self._after_step = AfterStep(session, remedies, replica_sync)
-        self._staleness = str(remedies)
+        self._charge = _Charge(self)
         with session.ending.failing_closes():
             session.drain()  # updates that were registered are the former optimizer's
             self._norm, self._scale = clipping.install(session, shard_state=shard_state)
@@ -144,11 +155,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._take_over(weights)
         self._make_steppers()
         let_updates_wait(session, self._kinds, has_norm=self._norm is not None)
-        session.optimizer = weakref.ref(self)
-        session.discarding.listen(self._take_back)
+        session.extensions.put(OPTIMIZER, [self._charge, *self.extensions])
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
-        self._after_step.join_sites()
+        with session.ending.failing_closes():
+            for extension in given.values():
+                extension.join(session)
         warn_of_delay(session, optimizers, remedies, stacklevel=2)
 
     def _take_over(self, weights: StageWeights) -> None:
@@ -167,18 +179,20 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 fault=session.control.fault,
             )
         weights.show_newest()
-        self._after_step.take_over(weights)
+        self._step_remedies.take_over(weights)
         set_fused(
             weights,
             self._kinds,
             self.param_groups,
             holders,
-            keeps_bfloat16=self._after_step.keeps_bfloat16,
+            keeps_bfloat16=self._step_remedies.keeps_bfloat16,
         )
 
-    def _take_back(self, taken: TakenBack) -> None:
-        """Some steps have not been; what the user has changed in the groups since stays."""
-        self._after_step.take_back(taken)
+    def take_back(self, taken: TakenBack) -> None:
+        """Some steps have not been; what the user has changed in the groups since stays.
+
+        The pipeline calls it, when it takes batches back.
+        """
         self._grad_norm = None
         if self._first_step is not None and self._first_step >= taken.batch:
             self._first_step = None
@@ -186,7 +200,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             stepper.take_back(taken.batch)
 
     def _check_in_charge(self) -> None:
-        if self._session.optimizer() is not self:
+        if self._charge not in self._session.extensions.at(OPTIMIZER):
             raise ValueError(
                 "this PipelineOptimizer is no longer the pipeline's: another one was made over its "
                 "parameters; give several optimizers to one: PipelineOptimizer(first, second)"
@@ -252,7 +266,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         changed = {number: changes(current[number], self._options[number]) for number in current}
 
         batch = self._session.accumulation.num_updates
-        self._after_step.begin(batch)
+        for extension in self.extensions:
+            extension.before_step(batch)
         with self._session.update() as train_step:
             if self._norm is not None:
                 self._grad_norm = GradNorm(self._session, self._norm)
@@ -260,15 +275,18 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 steppers = [self._steppers[number, stage.index] for number in changed]
                 for stepper, groups in zip(steppers, changed.values(), strict=True):
                     stepper.change(batch, groups)
+                update = Update(batch, stage.weights, _is_stale(stage, batch))
+                divisor = self._step_remedies.divisor(stage.index, batch)
                 stage.executor.submit_update(
                     stage=stage.index,
                     run=train_step,
-                    groups=self._after_step.fused_options(stage, batch, fused),
-                    step=self._after_step.steps_of(stage, steppers, batch),
+                    groups=self._step_remedies.fused_options(update, fused),
+                    step=steps_in(update, steppers, divisor, self.extensions),
                 )
             self._options, self._room = current, []
             self._first_step = batch if self._first_step is None else self._first_step
-            self._after_step.count(batch)
+            for extension in self.extensions:
+                extension.step_submitted(batch)
             for optimizer in self._wrapped:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
 
@@ -350,7 +368,32 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "scale": self._scale.of_version(self._session.accumulation.num_updates),
                 "_growth_tracker": self._scale.growth_tracker,
             }
-        return {**result, **self._after_step.state()}
+        for extension in self._that_keep():
+            kept: Kept = {}
+            for weights in self._weights:
+                kept |= self._whole(weights, extension.kept(weights))
+            result[extension.name] = {**(extension.saved() or {}), "kept": joined(kept)}
+        return result
+
+    def _that_keep(self) -> list[Extension]:
+        """The extensions whose state is saved: of remedies only where there are any."""
+        return [
+            each
+            for each in self.extensions
+            if each.saved() is not None and (each is not self._step_remedies or self._remedies)
+        ]
+
+    def _whole(self, weights: StageWeights, kept: Kept) -> Kept:
+        """Copies of what is kept of a stage, with what other replicas keep of it."""
+        if weights.engine.is_shared and not self._session.ending.has_failed:
+            return all_shares(self._session, weights, kept)
+        return {
+            name: {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in of_one.items()
+            }
+            for name, of_one in kept.items()
+        }
 
     def init_state(self) -> None:
         """Makes room for ``torch.distributed.checkpoint.load``, which fills what is there. Drains.
@@ -362,7 +405,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
             ValueError: with a remedy that corrects steps: its state cannot be known before.
         """
         self._check_in_charge()
-        self._after_step.check_room()
+        for extension in self._that_keep():
+            if extension is not self._step_remedies or self._remedies.correction is not None:
+                raise ValueError(
+                    f"init_state: {extension.name}: {extension}: its state cannot be known before "
+                    "it is loaded; pipedream2bw.load() can load it"
+                )
         self._session.flush_for(Operation.optimizer_state_dict)
         if self._first_step is None:
             names = self._names()
@@ -393,7 +441,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._scale.set(version, float(scale["scale"]), int(scale["_growth_tracker"]))
         self._share()
         self._make_steppers()
-        self._after_step.load(state_dict)
+        for extension in self.extensions:
+            state = state_dict.get(extension.name)
+            kept = {} if state is None else parted(state["kept"])
+            extension.load(state, kept, self._weights)
         take_states(self._holders(), self._weights)
         forget_others(self._wrapped, self._weights)
 
@@ -406,12 +457,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
             given=[options_of(optimizer.param_groups) for optimizer in self._wrapped],
             seen=self._options,
             steppers=self._steppers,
-            corrections=self._after_step.corrections,
-            syncs=self._after_step.syncs,
-            replica_sync=self._after_step.sync_state(),
+            extensions=self.extensions,
+            saved={each.name: saved for each in self.extensions if (saved := each.saved())},
             scale=self._scale,
-            delayed_batches=self._after_step.delayed_batches,
-            staleness=self._staleness,
+            staleness=str(self._remedies),
             names=self._names(),
         )
 
@@ -437,3 +486,18 @@ class PipelineOptimizer(torch.optim.Optimizer):
             steppers = [self._steppers[number, weights.index] for weights in self._weights]
             stepper = next((each for each in steppers if not each.is_empty), steppers[0])
             take_over_counters(stepper.options(), self._wrapped[number].param_groups, seen_by_group)
+
+
+class _Charge(Extension):
+    """Stands for the PipelineOptimizer in charge, which refers to the pipeline."""
+
+    def __init__(self, optimizer: PipelineOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def taken_back(self, taken: TakenBack) -> None:
+        if (optimizer := self._optimizer()) is not None:
+            optimizer.take_back(taken)
+
+
+def _is_stale(stage: LocalStage, batch: int) -> bool:
+    return stage.executor.version_of_batch(stage.index, batch) < batch

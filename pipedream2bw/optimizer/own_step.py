@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..runtime.extension import Extension, Update
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .fused import parameters_of
-from .step_correction import StepCorrection
 
 
 class StageStepper:
@@ -88,32 +88,27 @@ class StageStepper:
                 part.round()
 
 
-def update_with(
+def steps_in(
+    update: Update,
     steppers: Sequence[StageStepper],
-    batch: int,
     divisor: float,
-    correction: StepCorrection | None = None,
-    *,
-    stale: bool = False,
-    exchange: Callable[[int], None] | None = None,
-) -> Callable[[int], None]:
+    extensions: Sequence[Extension],
+) -> Callable[[int], None] | None:
     """Makes what a stage does in an update beside the fused pass, given its weights' slot.
 
-    It holds no pipeline, as it waits in the engine.
-
-    Args:
-        exchange: with other sites, at the end.
+    It holds no pipeline, as it waits in the engine. None: there is nothing to do.
     """
+    acting = [extension for extension in extensions if extension.acts_in(update)]
+    if not acting and not steppers:
+        return None
 
     def steps(slot: int) -> None:
-        if correction is not None:
-            correction.begin(slot, stale=stale)
+        for extension in acting:
+            extension.before_update(update, slot)
         for stepper in steppers:
-            stepper.step(batch, slot, divisor)
-        if correction is not None:
-            correction.apply(slot, stale=stale)
-        if exchange is not None:
-            exchange(slot)
+            stepper.step(update.batch, slot, divisor)
+        for extension in acting:
+            extension.after_update(update, slot)
 
     return steps
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..ranks.deadline import Deadline
 from ..ranks.groups import broadcast
+from ..runtime.comm_hook import has_hooks
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .fused import parameters_of
@@ -51,7 +52,7 @@ def check_shares(
             'shard_state: True, optimizer_device: "cpu": replicas share out what is where the '
             "stages are: it must be None"
         )
-    if any(stage.weights.comm_hook is not None for stage in session.stages):
+    if has_hooks(session):
         raise ValueError(
             "shard_state: True, register_comm_hook: called: a hook makes all gradients the mean on "
             "every replica, of which each would need its share alone: it must be one of the two"

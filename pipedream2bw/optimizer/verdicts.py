@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.agreement import Operation, UpdatesMayWait
 from ..runtime.comm_hook import check_hooks
 from ..runtime.session import Session
 
@@ -34,10 +34,10 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
     mine = has_norm or has_spare or is_free
     with session.ending.failing_closes():
         announced = session.agree(
-            Operation.new_optimizer, session.num_train_steps, lambda: Announcement(training=mine)
+            Operation.new_optimizer, session.num_train_steps, lambda: UpdatesMayWait(mine)
         )
         try:
-            session.stages.let_updates_wait(all(each.training for each in announced))
+            session.stages.let_updates_wait(all(each.can for each in announced))
         except ValueError as error:
             if has_spare:
                 raise ValueError(f"spare_buffer: True, but updates cannot wait: {error}") from None

@@ -14,7 +14,7 @@ from torch import nn
 from .. import svg
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..ranks.agreement import Operation
-from ..runtime.comm_hook import CommHook, register_comm_hook, replica_group
+from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.session import Session
 from ..runtime.stage_memory import MemoryReport, memory_of
@@ -41,6 +41,7 @@ class SessionModule(nn.Module):
         super().__init__()
         self.session = session
         self.training = session.root.training
+        self._hooks: CommHooks | None = None
 
     # ------------------------------------------------------------------ reports
 
@@ -69,7 +70,10 @@ class SessionModule(nn.Module):
 
         With two pipelines stage d + i is the second one's copy of stage i.
         """
-        return MemoryReport((stage.index, memory_of(stage)) for stage in self.session.stages)
+        return MemoryReport(
+            (stage.index, memory_of(stage, self.session.extensions))
+            for stage in self.session.stages
+        )
 
     def timeline(self) -> contextlib.AbstractContextManager[Timeline]:
         """Records the actions executed inside the ``with`` block; drains at its end."""
@@ -141,7 +145,7 @@ class SessionModule(nn.Module):
                 differ. On every rank.
             TypeError: ``hook`` cannot be called with two arguments. On every rank.
         """
-        register_comm_hook(self.session, state, hook)
+        self._hooks = register_comm_hook(self.session, state, hook)
 
     # ------------------------------------------------------------------ modules
 

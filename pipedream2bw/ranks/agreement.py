@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -72,7 +72,10 @@ class DrainWanted(Exception):  # noqa: N818
 
 
 class Announcement(NamedTuple):
-    """A rank's knowledge of an operation; -1: none."""
+    """What a rank tells of a train_step or an evaluation; -1: it does not know.
+
+    Other operations have rows of their own; one that tells nothing has this one as it is.
+    """
 
     argument_rows: int = -1
     target_rows: int = -1
@@ -81,10 +84,31 @@ class Announcement(NamedTuple):
     ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
     normalizer: int = -1  # of the replica's losses, in the batch
     is_list: int = -1  # whether the microbatches are ready-made, 0 or 1
-    wish: int = 0  # the greatest is what all do after the batch
+    saves: int = 0  # whether the run is to be saved after the batch, 0 or 1
+    stop_signal: int = 0  # the signal for which the run is to be saved and ended; 0: none
+
+
+class UpdatesMayWait(NamedTuple):
+    """What a rank tells of a new optimizer: whether its updates can wait for all stages."""
+
+    can: int
+
+
+class Finished(NamedTuple):
+    """What a rank tells of work that it waits for: whether that is done."""
+
+    is_done: int
+
+
+class Stopping(NamedTuple):
+    """What a rank tells when a Checkpointer is closed: the signal that it got; 0: none."""
+
+    signal: int
 
 
 _Made = TypeVar("_Made")
+_ROW_LENGTH = 4 + len(Announcement._fields)  # the longest of them, and what all begin with
+_Row = TypeVar("_Row", bound=tuple[int, ...])
 
 
 class ControlPlane:
@@ -128,7 +152,7 @@ class ControlPlane:
             deadline.wait("joining all ranks", lambda: number_groups_alike(store, name))
             self.group = new_group([range(world)], deadline, "gloo")
             assert self.group is not None
-            self._rows = RowExchange(self.group, 4 + len(Announcement._fields), deadline)
+            self._rows = RowExchange(self.group, _ROW_LENGTH, deadline)
             self.board = self._rows.board
             self.verdict_group = self.group
             self.verdict_board = make_board(self.group, 1, deadline)
@@ -149,10 +173,8 @@ class ControlPlane:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def agree(
-        self, operation: Operation, number: int, local: Callable[[], Announcement]
-    ) -> list[Announcement]:
-        """Runs ``local`` on every rank and returns all ranks' announcements.
+    def agree(self, operation: Operation, number: int, local: Callable[[], _Row]) -> list[_Row]:
+        """Runs ``local`` on every rank and returns all ranks' rows of whole numbers.
 
         Raises:
             Exception: what ``local`` raised here; on the other ranks the same with the rank named.
@@ -161,25 +183,25 @@ class ControlPlane:
             DrainWanted: on every rank.
         """
         error: Exception | None = None
-        announcement = Announcement()
+        mine: _Row | None = None
         try:
-            announcement = local()
+            mine = local()
         except Exception as raised:
             error = raised
-        table = self._exchange_rows(operation, number, error is not None, announcement)
+        table = self._exchange_rows(operation, number, error is not None, mine or ())
         if _first_discarded(table) is not None:
             raise BatchDiscarded()
         if any(row[2] for row in table):
             self.agree_on_objects(error, {})
         if any(row[0] == Operation.read_loss for row in table):
             raise DrainWanted()
-        return [Announcement(*row[4:]) for row in table]
+        assert mine is not None
+        as_named: Any = type(mine)
+        return [as_named(*row[4 : 4 + len(mine)]) for row in table]
 
     def first_discarded(self) -> int | None:
         """The first batch that any rank knows to be discarded. Every rank calls it, drained."""
-        return _first_discarded(
-            self._exchange_rows(Operation.end_of_drain, 0, False, Announcement())
-        )
+        return _first_discarded(self._exchange_rows(Operation.end_of_drain, 0, False, ()))
 
     def why_discarded(self, batch: int, *, has_version: bool) -> tuple[StageError, bool]:
         """Why a batch is discarded, and whether all have the version that it read.
@@ -198,10 +220,11 @@ class ControlPlane:
         return from_document(document), all(has for _, has in told)
 
     def _exchange_rows(
-        self, operation: Operation, number: int, failed: bool, announcement: Announcement
+        self, operation: Operation, number: int, failed: bool, told: Sequence[int]
     ) -> list[list[int]]:
         first = self.discards.first
-        row = [operation, number, failed, -1 if first is None else first, *announcement]
+        row = [operation, number, failed, -1 if first is None else first, *told]
+        row += [0] * (_ROW_LENGTH - len(row))
         if self.group is None:
             return [row]
         table = self._exchange(row, operation, number)

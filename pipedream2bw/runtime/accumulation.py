@@ -41,7 +41,6 @@ class Accumulation:
     Attributes:
         num_updates: optimizer steps so far: the number of the batch that comes or waits for its
             step.
-        hooks_average: replicas' gradients are averaged by hooks, not added up.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Accumulation:
         check_whole_number("accumulate", num_steps)
         self._num_replicas = num_replicas
         self._is_one_batch = is_one_batch
-        self.hooks_average = False
+        self._hooks_average = False
         self._num_steps = num_steps
         self.averages = averages
         self._holds = False  # inside no_sync()
@@ -145,6 +144,10 @@ class Accumulation:
             steps = f"{self._counted + self._held} train_steps and {self.num_updates} opt.step()"
             raise ValueError(f"{what}: {steps} so far, a batch waits for its opt.step(): call it")
 
+    def let_hooks_average(self) -> None:
+        """From now on hooks make replicas' gradients their mean; nothing adds them up."""
+        self._hooks_average = True
+
     @property
     def counts(self) -> tuple[int, int]:
         """How many train_steps so far count towards a step, and how many do not."""
@@ -164,7 +167,7 @@ class Accumulation:
 
     @property
     def _replica_weight(self) -> float:
-        divided_later = self._num_replicas if self.hooks_average else 1
+        divided_later = self._num_replicas if self._hooks_average else 1
         return divided_later / (1 if self._is_one_batch else self._num_replicas)
 
     @property

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from .. import _C
 from ..errors import WrongHookError, WrongHookTypeError
 from ..ranks.agreement import Announcement, Operation
+from .extension import HOOKS, OPTIMIZER, Extension
 from .session import Session
 from .stage_weights import StageWeights
 
@@ -39,8 +40,18 @@ def replica_group(session: Session, stage: int | None = None) -> dist.ProcessGro
     return group
 
 
-def register_comm_hook(session: Session, state: object, hook: CommHook) -> None:
-    """Makes hooks do what else adds up the replicas' gradients: see PipelineModule. Drains."""
+class CommHooks(Extension):
+    """Holds the hooks of this process's stages."""
+
+    def __init__(self, hooks: Sequence[StageHook]) -> None:
+        self._hooks = hooks
+
+
+def register_comm_hook(session: Session, state: object, hook: CommHook) -> CommHooks:
+    """Makes hooks do what else adds up the replicas' gradients: see PipelineModule. Drains.
+
+    They are gone with what is returned.
+    """
 
     def check() -> Announcement:
         _check(session, hook)
@@ -57,13 +68,22 @@ def register_comm_hook(session: Session, state: object, hook: CommHook) -> None:
     settings = {"hook": _name_of(hook), "type of the hook's state": type(state).__qualname__}
     with session.ending.lost_ranks_close():
         session.control.together(make_states, same=settings)
-    session.accumulation.hooks_average = True
+    session.accumulation.let_hooks_average()
+    hooks = []
     for stage, own in zip(session.stages, states, strict=True):
         group = session.grid.replica_group(stage.index)
         assert group is not None
         made = StageHook(stage.weights, hook, own, group=group, fault=session.control.fault)
-        stage.weights.comm_hook = made
+        hooks.append(made)
         _C.set_hook(stage.weights.engine, _while_alive(made))
+    held = CommHooks(hooks)
+    session.extensions.put(HOOKS, [held])
+    return held
+
+
+def has_hooks(session: Session) -> bool:
+    """Whether hooks make the gradients of replicas their mean."""
+    return bool(session.extensions.at(HOOKS))
 
 
 def check_hooks(session: Session, *, is_new: bool = False) -> None:
@@ -74,9 +94,8 @@ def check_hooks(session: Session, *, is_new: bool = False) -> None:
     Args:
         is_new: hooks are about to be there.
     """
-    has_hooks = is_new or any(stage.weights.comm_hook is not None for stage in session.stages)
-    has_optimizer = not is_new or session.optimizer() is not None
-    if has_hooks and has_optimizer and not session.stages.updates_wait:
+    has_optimizer = not is_new or session.extensions.at(OPTIMIZER)
+    if (is_new or has_hooks(session)) and has_optimizer and not session.stages.updates_wait:
         raise ValueError(
             f"register_comm_hook: schedule {session.schedule.name!r} and these optimizers make a "
             "stage's update before all stages are through with the batch: hooks need SGD, Adam or "
@@ -123,7 +142,7 @@ def _check(session: Session, hook: object) -> None:
             f"{what}: shard_state: True, with which a replica gets the gradients of its share "
             "alone: hooks need False"
         )
-    if any(stage.weights.comm_hook is not None for stage in session.stages):
+    if has_hooks(session):
         raise ValueError(f"{what}: called twice, a pipeline has one hook")
     session.accumulation.check_between_batches(what)
 

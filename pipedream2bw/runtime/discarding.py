@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 from ..errors import StageError, reworded
 from .accumulation import Accumulation, BatchPart
@@ -28,7 +27,10 @@ class TakenBack(NamedTuple):
     error: StageError
 
 
-Listener = Callable[[TakenBack], None]
+class Listener(Protocol):
+    """Is told that batches have not been."""
+
+    def taken_back(self, taken: TakenBack) -> None: ...
 
 
 class _Begun(NamedTuple):
@@ -41,18 +43,23 @@ class _Begun(NamedTuple):
 class Discarding:
     """Knows where the batches begin that may be taken back, and takes them back.
 
+    Args:
+        listeners: are told after batches were taken back.
+
     Attributes:
         num_times: how often batches were taken back.
     """
 
-    def __init__(self, stages: LocalStages, accumulation: Accumulation) -> None:
+    def __init__(
+        self, stages: LocalStages, accumulation: Accumulation, listeners: Iterable[Listener]
+    ) -> None:
         self._stages = stages
         self._control = stages.control
         self._accumulation = accumulation
         self._begun: dict[int, _Begun] = {}  # by batch
         # The first train_step each time; None: from here on they are counted anew.
         self._taken_back: list[int | None] = []
-        self._listeners: list[weakref.WeakMethod[Listener]] = []
+        self._listeners = listeners
 
     @property
     def num_times(self) -> int:
@@ -73,11 +80,6 @@ class Discarding:
         self._begun.clear()
         self._taken_back.append(None)
         self._stages.count_anew()
-
-    def listen(self, listener: Listener) -> None:
-        """Calls a method after batches were taken back, as long as its object exists."""
-        alive = [each for each in self._listeners if each() is not None]
-        self._listeners = [*alive, weakref.WeakMethod(listener)]
 
     def take_back(self, batch: int, num_train_steps: int) -> tuple[TakenBack, BaseException | None]:
         """Makes as if the batch and all later ones had not been; every rank does, drained.
@@ -119,10 +121,8 @@ class Discarding:
         taken = TakenBack(batch, begun.train_steps, updates, error)
         self._taken_back.append(taken.train_step)
         discards.go_on()
-        for method in self._listeners:
-            listener = method()
-            if listener is not None:
-                listener(taken)
+        for listener in self._listeners:
+            listener.taken_back(taken)
         return taken, original
 
     def is_taken_back(self, train_step: int, num_times: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from ..capture.captured import place_of
 from ..model.checkpoint import Checkpoint
 from ..stages.modes import Mode
-from .frozen_in_use import FrozenInUse
+from .extension import Extensions
 from .local_stages import LocalStages
 from .stage_memory import memory_of
 
@@ -22,21 +22,25 @@ class LocalModel:
 
     Args:
         mode: says on which stages modules are.
+        extensions: of the pipeline.
         without_values: names of the parameters and buffers that are to be loaded.
 
     Attributes:
-        frozen_in_use: until when frozen weights must not change.
         placeholder: stands for the trainable parameters of a process that has none.
-        after_load: is called, drained, when all of this process's weights have been loaded.
     """
 
-    def __init__(self, stages: LocalStages, mode: Mode, without_values: Collection[str]) -> None:
+    def __init__(
+        self,
+        stages: LocalStages,
+        mode: Mode,
+        extensions: Extensions,
+        without_values: Collection[str],
+    ) -> None:
         self._root = stages.root
         self._without_values = set(without_values)
         self._stages = stages
+        self._extensions = extensions
         self._first_stages = _first_stages(mode)
-        self.after_load: Callable[[], None] = lambda: None
-        self.frozen_in_use = FrozenInUse()
         self.placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
 
     def named_parameters(
@@ -176,7 +180,7 @@ class LocalModel:
                 if stage.index % depth != program.index:
                     continue
                 weights, engine = stage.weights, stage.weights.engine
-                memory = memory_of(stage)
+                memory = memory_of(stage, self._extensions)
                 of = f" (pipeline {weights.pipeline})" if has_copies else ""
                 frozen = sum(
                     p.numel() for name, p in weights.frozen.items() if weights.counts(name)

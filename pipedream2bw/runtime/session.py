@@ -20,15 +20,16 @@ from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
 from .discarding import Discarding
 from .ending import Ending
+from .extension import Extensions
 from .given import Call, Given, Microbatches
 from .intake import Intake
 from .interrupts import interrupts_later, last_uncaught
 from .local_model import LocalModel
 from .local_stages import LocalStages
 from .microbatch import join_outputs
-from .wishes import Wishes
 
 _Made = TypeVar("_Made")
+_Row = TypeVar("_Row", bound=tuple[int, ...])
 
 
 class Session:
@@ -55,10 +56,9 @@ class Session:
         local_model: this process's parameters, buffers and state.
         ending: whether the pipeline is open, and what has ended it.
         num_train_steps: calls of :meth:`train_step` so far, the number of the next one.
-        optimizer: gives the PipelineOptimizer in charge; None if there is none any more.
+        extensions: what hangs on the pipeline.
         first_unfinished: the number of the first train_step since the last drain; None: drained.
         discarding: takes back the batches in which the user's code fails.
-        wishes: what a Checkpointer asks of all ranks.
     """
 
     def __init__(
@@ -81,13 +81,12 @@ class Session:
         self.schedule = stages.schedule
         self.grid = stages.grid
         self.control = stages.control
-        self.local_model = LocalModel(stages, modes.first, without_values)
+        self.extensions = Extensions()
+        self.local_model = LocalModel(stages, modes.first, self.extensions, without_values)
         self.ending = Ending(stages)
         self.num_train_steps = 0
-        self.optimizer: Callable[[], object] = lambda: None
-        self.discarding = Discarding(stages, accumulation)
+        self.discarding = Discarding(stages, accumulation, self.extensions)
         self._uncaught_before = last_uncaught()  # when the last train_step was submitted
-        self.wishes = Wishes()
         self._num_evaluations = 0
         self._intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
         self.first_unfinished: int | None = None
@@ -173,7 +172,8 @@ class Session:
             given, microbatches = self._take(
                 call, lambda: None, Operation.evaluation, self._num_evaluations, is_train
             )
-        self.wishes.before_evaluation()
+        for extension in self.extensions:
+            extension.before_evaluation()
         with self.ending.failing_closes():
             mode = self._mode_in_use(is_train)
             self.drain()
@@ -218,11 +218,15 @@ class Session:
             mode = self.modes.get(is_train)
             self.stages.check_before_run(mode, training=of_batch is not None)
             given = self._intake.take(call, of_batch, self.modes.first, is_train=is_train)
-            return given.announcement._replace(wish=self.wishes.mine())
+            mine = given.announcement
+            for extension in self.extensions:
+                mine = extension.announce(mine)
+            return mine
 
         announced = self.agree(operation, number, check)
         check_same_part(announced)
-        self.wishes.agreed = max(rank.wish for rank in announced)
+        for extension in self.extensions:
+            extension.announced(announced)
         are_listed = any(rank.is_list > 0 for rank in announced)
         listed = self.control.told_by_all(given.listed) if are_listed else []
         return given, self._intake.microbatches(announced, listed, given.part)
@@ -249,9 +253,7 @@ class Session:
         with others.in_place() if others else contextlib.nullcontext():
             return self.modes.capture(is_train)
 
-    def agree(
-        self, operation: Operation, number: int, local: Callable[[], Announcement]
-    ) -> list[Announcement]:
+    def agree(self, operation: Operation, number: int, local: Callable[[], _Row]) -> list[_Row]:
         """Agrees with all ranks as :meth:`ControlPlane.agree` does.
 
         Raises:
@@ -344,7 +346,11 @@ class Session:
             self.agree(operation, self.num_train_steps, local)
             self.drain()
         if loads:
-            self.together(lambda: self.local_model.frozen_in_use.wait(self.control.timeout / 2))
+            self.together(self._before_load)
+
+    def _before_load(self) -> None:
+        for extension in self.extensions:
+            extension.before_load(self.control.timeout / 2)
 
     def flush_to_read(self, operation: Operation) -> None:
         """As :meth:`flush_for`, but a pipeline that a failure has ended is read as it is.
@@ -373,8 +379,13 @@ class Session:
             if not self.control.fault.raised:
                 with self.ending.lost_ranks_close():
                     self.stages.restart_delay(replicas_too=has_failed)
-        self.local_model.after_load()
+        self.weights_loaded()
         return result
+
+    def weights_loaded(self) -> None:
+        """Tells the extensions that this process's weights have been loaded."""
+        for extension in self.extensions:
+            extension.weights_loaded()
 
     def go_on_from(self, *, train_steps: int, updates: int, random_seed: int | None) -> None:
         """Counts on from a run's so many train_steps and optimizer steps. Drained.

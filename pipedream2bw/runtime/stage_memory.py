@@ -6,6 +6,7 @@ import dataclasses
 
 from .. import svg
 from ..colours import MEMORY_COLOURS
+from .extension import Extensions
 from .local_stages import LocalStage
 
 
@@ -22,9 +23,10 @@ class StageMemory:
         kept_gradients: on a device, the most gradients of a backward that waited at once to be
             added to these together: up to 32 MiB, or one gradient that is larger; of 16-bit ones
             that are added to float32, up to 32 MiB more.
-        optimizer_state: of the fused optimizers, and what a remedy for staleness keeps; 0 before
-            the first step.
-        anchors: with ``replica_sync``, these and the outer optimizer's state, in the host's memory.
+        optimizer_state: of the fused optimizers, and what extensions hold on the device, as a
+            remedy for staleness does; 0 before the first step.
+        anchors: what extensions hold in the host's memory; with ``replica_sync`` anchors and the
+            outer optimizer's state.
         frozen_weights, buffers: one copy, shared by the versions; frozen weights by two pipelines
             of one process, too.
         replica_sums: room for what replicas receive of each other's gradients: two parts of
@@ -105,18 +107,18 @@ class MemoryReport(dict[int, StageMemory]):
         return svg.html(f"Memory: {total:,} bytes", self.bars())
 
 
-def memory_of(stage: LocalStage) -> StageMemory:
+def memory_of(stage: LocalStage, extensions: Extensions) -> StageMemory:
     """Reads what a stage of this process holds now, and the most that it has held."""
     weights, executor = stage.weights, stage.executor
     engine = weights.engine.bytes()
-    anchors = weights.anchor_bytes()
+    beside = extensions.bytes_of(stage.index)
     return StageMemory(
         weights=engine.weights,
         masters=engine.masters,
         gradients=engine.gradients,
         kept_gradients=engine.kept_gradients,
-        optimizer_state=engine.optimizer_state + weights.correction_bytes(),
-        anchors=anchors,
+        optimizer_state=engine.optimizer_state + beside.on_device,
+        anchors=beside.on_host,
         replica_sums=engine.replica_sums,
         host_copies=engine.host_copies,
         frozen_weights=weights.frozen_bytes,
@@ -128,5 +130,5 @@ def memory_of(stage: LocalStage) -> StageMemory:
         messages_behind=executor.most_bytes_behind(stage.index),
         most_in_flight=executor.most_in_flight(stage.index),
         most_live_versions=weights.engine.most_live_versions,
-        on_host=engine.on_host + (anchors if weights.device.type != "cpu" else 0),
+        on_host=engine.on_host + (beside.on_host if weights.device.type != "cpu" else 0),
     )

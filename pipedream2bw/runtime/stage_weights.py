@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,9 +125,6 @@ class StageWeights:
             for i, parameter in enumerate(parameters):
                 self.engine.attach(i, parameter)
             self.slot_parameters.append(parameters)
-        self.correction_bytes: Callable[[], int] = lambda: 0  # what the optimizer keeps beside it
-        self.anchor_bytes: Callable[[], int] = lambda: 0  # the same between sites, on the host
-        self.comm_hook: object = None  # what its replicas call in place of adding up gradients
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
         self.show_newest()
 

@@ -75,7 +75,9 @@ def agree(rank: int, world: int) -> dict[str, Any]:
     def announce(number: int) -> list[Announcement]:
         if number % 50 == rank:
             time.sleep(0.01)
-        mine = Announcement(rank, number, -(2**62) - rank, rank % 2, rank, number, number, rank)
+        mine = Announcement(
+            rank, number, -(2**62) - rank, rank % 2, rank, number, number, rank, number
+        )
         return control.agree(Operation.train_step, number, lambda: mine)
 
     seen["tables"] = [announce(number) for number in range(500)]
@@ -214,7 +216,7 @@ def test_every_rank_gets_what_all_announced(results: Results) -> None:
     for result in results[1]:
         for number, table in enumerate(result.value["tables"]):
             want = [
-                (rank, number, -(2**62) - rank, rank % 2, rank, number, number, rank)
+                (rank, number, -(2**62) - rank, rank % 2, rank, number, number, rank, number)
                 for rank in range(3)
             ]
             assert [tuple(row) for row in table] == want

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.ranks.sites import SiteLink
+from pipedream2bw.extras.sites import SiteLink
 from tests.distributed.test_replica_sums import COUNT, NUMEL, Scaled, bytes_sent
 from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks

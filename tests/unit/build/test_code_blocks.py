@@ -88,6 +88,7 @@ BEFORE = {
     ("docs/index.md", "for tokens, targets in loader:"): TEXT_MODEL,
     ("docs/checkpoints.md", "class Weights:"): PIPELINE,
     ("docs/trainer.md", "PipelineTrainer"): TRAINER,
+    ("docs/extending.md", "AveragedWeights(decay=0.9)"): PIPELINE,
     ("docs/schedules.md", "fastest_v_schedule"): VECTOR_MODEL.format(layers=32),
     ("docs/which_optimizer.md", "adamw = "): PIPELINE,
     # What matters is that it is any optimizer; the study trains with the real one.

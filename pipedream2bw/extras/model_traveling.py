@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..ranks.sites import SiteLink
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
+from .sites import SiteLink
 from .stage_sync import StageSync
 
 

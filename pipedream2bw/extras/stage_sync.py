@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..ranks.sites import SiteLink
 from ..runtime.stage_weights import StageWeights
+from .sites import SiteLink
 
 Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """Makes the outer optimizer of a stage's anchors."""

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from pipedream2bw import _C
-from pipedream2bw.ranks import sites
+from pipedream2bw.extras import sites
+from pipedream2bw.extras.sites import SiteLink
 from pipedream2bw.ranks.deadline import Deadline
-from pipedream2bw.ranks.sites import SiteLink
 
 Call = Callable[[SiteLink], Any]
 

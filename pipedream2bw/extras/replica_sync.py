@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,19 @@ from torch.distributed.distributed_c10d import Store
 
 from ..checks import check_whole_number
 from ..ranks.agreement import Announcement, Operation
-from ..ranks.sites import SiteLink
+from ..runtime.extension import Extension, HeldBytes, Kept, Update
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
-from .clipping import Clipping
 from .model_traveling import measured_loss, newest_of, replaced
+from .sites import SiteLink
 from .skew_scout import Costs, SkewScout
 from .stage_sync import Outer, StageSync, check_outer
-from .staleness import Remedies
 
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 """The outer optimizer that DiLoCo's authors recommend (arXiv 2311.08105, section 3)."""
 
 
-class ReplicaSync:
+class ReplicaSync(Extension):
     """Lets pipelines on several sites train apart: DiLoCo (arXiv 2311.08105), by stages.
 
     A site is a pipeline with processes, data and an optimizer of its own, such as one ``torchrun``.
@@ -68,6 +67,8 @@ class ReplicaSync:
             rank and, where sites differ, on all sites.
     """
 
+    name = "replica_sync"
+
     def __init__(
         self,
         every: int | SkewScout,
@@ -89,14 +90,13 @@ class ReplicaSync:
         self.stages: dict[int, StageSync] = {}
         self._is_loaded = False  # its state, since the last step
         self._must_meet = False
+        self._depth = 1  # of the pipeline
 
     # ------------------------------------------------------------------ what PipelineOptimizer does
 
-    def check(
-        self, session: Session, clipping: Clipping, remedies: Remedies, *, shard_state: bool
-    ) -> None:
+    def check(self, session: Session, options: Mapping[str, Any]) -> None:
         """Raises ValueError or TypeError, naming the rule and both values."""
-        what = "replica_sync"
+        what = self.name
         check_whole_number(f"{what}: every", self.every)
         check_whole_number(f"{what}: num_sites", self._num_sites, at_least=2)
         check_whole_number(f"{what}: site", self._site, at_least=0, at_most=self._num_sites - 1)
@@ -112,23 +112,25 @@ class ReplicaSync:
             )
         if self._session() is not None:
             raise ValueError(f"{what}: given to 2 PipelineOptimizers, it belongs to 1")
-        options, schedule = session.stages.options, session.schedule
+        of_stages, schedule = session.stages.options, session.schedule
         refused: dict[str, tuple[object, str]] = {
             "shard_state": (
-                shard_state, "replicas of one site then lack masters that an exchange steps"
+                options["shard_state"],
+                "replicas of one site then lack masters that an exchange steps",
             ),
             "optimizer_device": (
-                '"cpu"' if options.optimizer_on_host else None,
+                '"cpu"' if of_stages.optimizer_on_host else None,
                 "weights are stepped where the exchange does not reach them",
             ),
             "split_master": (
-                options.precision.split_master, "an exchange steps whole masters"
+                of_stages.precision.split_master, "an exchange steps whole masters"
             ),
             "loss_scale": (
-                clipping.loss_scale, "a batch that overflows on one site makes no step there"
+                options["loss_scale"], "a batch that overflows on one site makes no step there"
             ),
             "staleness": (
-                remedies.correction, "it corrects steps by the one before, which anchors replace"
+                options["staleness"].correction,
+                "it corrects steps by the one before, which anchors replace",
             ),
         }  # fmt: skip
         for name, (value, why) in refused.items():
@@ -140,6 +142,9 @@ class ReplicaSync:
                 f"{schedule.num_pipelines} pipelines, whose copies of a stage would exchange "
                 "apart: it must have 1"
             )
+
+    def __str__(self) -> str:
+        return f"every: {self.every}"
 
     def settings(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks of a site."""
@@ -189,11 +194,10 @@ class ReplicaSync:
                 weights.engine.restart_delay()
                 weights.show_newest()
                 self.stages[stage.index] = StageSync(weights, to_others, self._outer)
-                weights.anchor_bytes = self.stages[stage.index].nbytes
 
         control.from_first(meet)
         control.together(join_stages)
-        self._session = weakref.ref(session)
+        self._session, self._depth = weakref.ref(session), session.schedule.depth
 
     def before_step(self, batch: int) -> None:
         """Before a batch's update: after a load sites meet again. Every rank calls it.
@@ -215,53 +219,60 @@ class ReplicaSync:
                 f"replica_sync: anchors of stage {index} (their CRC-32)", stage.checksum()
             )
 
-    def exchange_of(self, weights: StageWeights, batch: int) -> Callable[[int], None] | None:
-        """What a stage does at the end of a batch's update, given the slot; None: nothing."""
-        positions = [
+    def acts_in(self, update: Update) -> bool:
+        """Whether parameters of the stage are exchanged after the batch."""
+        return bool(self._due(update))
+
+    def _due(self, update: Update) -> list[int]:
+        """The positions of the parameters that are exchanged after the batch."""
+        weights, after = update.weights, update.batch + 1 - self._since
+        return [
             i
             for i, name in enumerate(weights.trainable)
             # A tied parameter's copies exchange together.
-            if self._is_due(weights.stages_of(name)[0], batch)
+            if after % self.every == self._offset(weights.stages_of(name)[0])
         ]
-        if not positions:
-            return None
-        return functools.partial(self.stages[weights.index].exchange, positions=positions)
 
-    def _is_due(self, stage: int, batch: int) -> bool:
-        depth = self._open_session().schedule.depth
-        offset = stage * self.every // depth if self._staggered else 0
-        return (batch + 1 - self._since) % self.every == offset
+    def _offset(self, stage: int) -> int:
+        return stage * self.every // self._depth if self._staggered else 0
 
-    def state(self) -> dict[str, Any]:
-        """The entries of the optimizer's ``state_dict``. Drained."""
-        kept: dict[str, dict[str, Any]] = {}
-        for stage in self.stages.values():
-            for name, of_one in stage.state().items():
-                kept[name] = {
-                    key: value.clone() if isinstance(value, torch.Tensor) else value
-                    for key, value in of_one.items()
-                }
-        return {"replica_sync": {**self.shared(), "kept": kept}}
+    def after_update(self, update: Update, slot: int) -> None:
+        """Exchanges; what is due is as it was in :meth:`acts_in`, as H changes drained."""
+        self.stages[update.weights.index].exchange(slot, self._due(update))
 
-    def shared(self) -> dict[str, Any]:
+    def bytes_of(self, stage: int) -> HeldBytes:
+        found = self.stages.get(stage)
+        return HeldBytes() if found is None else HeldBytes(on_host=found.nbytes())
+
+    def kept(self, weights: StageWeights) -> Kept:
+        return self.stages[weights.index].state()
+
+    def saved(self) -> dict[str, Any]:
         """What is saved beside the anchors."""
         costs = [[interval, *cost] for interval, cost in self._costs.items()]
         outer = type(self._outer([torch.zeros(1)])).__name__
         return {"outer": outer, "every": self.every, "since": self._since, "costs": costs}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state` gave. Drained.
+    def check_saved(self, saved: Mapping[str, Any]) -> None:
+        check_outer(self.saved()["outer"], saved["outer"])
+
+    def load(
+        self, saved: Mapping[str, Any] | None, kept: Kept, stages: Sequence[StageWeights]
+    ) -> None:
+        """Takes what was saved. Drained.
 
         Raises:
             ValueError: it is another outer optimizer's, or of other shapes.
         """
-        check_outer(self.shared()["outer"], state["outer"])
+        if saved is None:
+            return
+        self.check_saved(saved)
         self._is_loaded = self._must_meet = True
         for stage in self.stages.values():
-            stage.load(state["kept"])
-        if self._scout is not None and state["every"] in self._scout.intervals:
-            self.every, self._since = state["every"], state["since"]
-            self._costs = {interval: (cost, age) for interval, cost, age in state["costs"]}
+            stage.load(kept)
+        if self._scout is not None and saved["every"] in self._scout.intervals:
+            self.every, self._since = saved["every"], saved["since"]
+            self._costs = {interval: (cost, age) for interval, cost, age in saved["costs"]}
 
     def weights_loaded(self) -> None:
         """Drained, after weights were loaded: anchors that were loaded with them stay."""
@@ -270,7 +281,7 @@ class ReplicaSync:
             for stage in self.stages.values():
                 stage.restart()
 
-    def known_everywhere(self, steps: Iterable[int]) -> list[int]:
+    def known_everywhere(self, steps: Sequence[int]) -> list[int]:
         """Gives those of some steps that all sites know. Rank 0 of every site calls it."""
         mine = list(steps)
         others = self._first_link.gather(mine)
