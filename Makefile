@@ -39,7 +39,7 @@ BIN := $(abspath $(VENV))/bin
 STAMPS := $(VENV)/stamps
 CONSTRAINTS := $(abspath $(VENV))/constraints.txt
 CXX_FILES := $(sort $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'))
-CXX_TEST_FILES := $(sort $(shell find tests/cpp -name '*.cpp' -o -name '*.h'))
+CXX_TEST_FILES := $(sort $(shell find tests -name '*.cpp' -o -name '*.h'))
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
 STUDY := benchmarks/convergence
 PAPER := benchmarks/paper
@@ -78,7 +78,7 @@ $(STAMPS)/extension: $(STAMPS)/package $(CXX_FILES)
 	touch $@
 
 # What delays messages in tests and benchmarks, and the checked device.
-$(STAMPS)/delays: $(STAMPS)/extension
+$(STAMPS)/delays: $(STAMPS)/extension $(wildcard tests/delays/* tests/checked_device/*)
 	PIPEDREAM2BW_TESTING=1 $(BIN)/python setup.py -q build_ext --inplace
 	touch $@
 

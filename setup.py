@@ -32,13 +32,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
+TESTS = ROOT / "tests"
 # What the package checks at import, and how it names wheels; without importing the package.
 BUILD_CHECK = runpy.run_path(str(ROOT / "pipedream2bw" / "_build_check.py"), run_name="build_check")
 MINIMUM_TORCH = BUILD_CHECK["OLDEST_TORCH"]
 MINIMUM_SETUPTOOLS = 77  # the first to accept pyproject.toml's license expression
 # How many files a compiler reads together, by folder whose files include libtorch's headers: these
 # take it ten seconds.
-FILES_OF_A_UNIT = {"bindings": 8, "engine": 16, "testing/device": 8}
+FILES_OF_A_UNIT = {"bindings": 8, "engine": 16, "checked_device": 8}
 CUDA_ARCHITECTURES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 
 
@@ -146,17 +147,17 @@ def is_on(name: str, environment: Mapping[str, str]) -> bool:
     return setting == "1"
 
 
-def units(folder: str) -> list[Path]:
-    """Files under build/ that include all C++ files of csrc/folder, several each."""
-    sources = sorted((CSRC / folder).rglob("*.cpp"))
+def units(root: Path, folder: str) -> list[Path]:
+    """Files under build/ that include all C++ files of root/folder, several each."""
+    sources = sorted((root / folder).rglob("*.cpp"))
     length = FILES_OF_A_UNIT[folder]
     made = []
     for number, first in enumerate(range(0, len(sources), length)):
         lines = (
-            f'#include "{source.relative_to(CSRC).as_posix()}"\n'
+            f'#include "{source.relative_to(root).as_posix()}"\n'
             for source in sources[first : first + length]
         )
-        unit = ROOT / "build" / "units" / f"{folder.replace('/', '_')}_{number}.cpp"
+        unit = ROOT / "build" / "units" / f"{folder}_{number}.cpp"
         text = "".join(lines)
         if not unit.is_file() or unit.read_text(encoding="utf-8") != text:
             unit.parent.mkdir(parents=True, exist_ok=True)
@@ -166,32 +167,37 @@ def units(folder: str) -> list[Path]:
 
 
 def sources_of_package(with_cuda: bool) -> list[Path]:
-    folders = [path.name for path in CSRC.iterdir() if path.name != "testing"]
     sources = []
-    for folder in sorted(folders):
+    for folder in sorted(path.name for path in CSRC.iterdir()):
         in_folder = sorted((CSRC / folder).rglob("*.cpp"))
-        sources += units(folder) if folder in FILES_OF_A_UNIT else in_folder
+        sources += units(CSRC, folder) if folder in FILES_OF_A_UNIT else in_folder
         sources += sorted((CSRC / folder).rglob("*.cu")) if with_cuda else []
     return sources
 
 
 def sources_for_testing() -> dict[str, list[Path]]:
     """By the extension modules that tests and benchmarks need."""
-    check, testing = CSRC / "core" / "check.cpp", CSRC / "testing"
+    check = CSRC / "core" / "check.cpp"
     return {
-        "benchmarks.measuring._delays": [check, *sorted(testing.glob("*.cpp"))],
+        "benchmarks.measuring._delays": [check, *sorted((TESTS / "delays").glob("*.cpp"))],
         "tests.device._checked": [
             check,
             CSRC / "engine" / "weights" / "grid_passes.cpp",
             CSRC / "kernels" / "grid" / "step_table.cpp",
             CSRC / "transport" / "shared_memory.cpp",
-            *units("testing/device"),
+            *units(TESTS, "checked_device"),
         ],
     }
 
 
 def extension(
-    cpp_extension: Any, name: str, sources: list[Path], *, with_cuda: bool, werror: bool
+    cpp_extension: Any,
+    name: str,
+    sources: list[Path],
+    *,
+    with_cuda: bool,
+    werror: bool,
+    testing: bool,
 ) -> Any:
     # gcc and clang drop a -I that is given with -isystem too: no warnings from others' headers.
     system_includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
@@ -221,7 +227,7 @@ def extension(
         name,
         # setuptools wants paths relative to setup.py
         [str(source.relative_to(ROOT)) for source in sources],
-        include_dirs=[str(CSRC)],
+        include_dirs=[str(CSRC), *([str(TESTS)] if testing else [])],
         define_macros=[("PD2_WITH_CUDA", None)] if with_cuda else [],
         extra_compile_args={"cxx": cxx, "nvcc": nvcc} if with_cuda else {"cxx": cxx},
     )
@@ -296,7 +302,9 @@ def main() -> None:
     package = {"pipedream2bw._C": sources_of_package(with_cuda)}
     werror = is_on("PIPEDREAM2BW_WERROR", os.environ)
     modules = [
-        extension(cpp_extension, name, sources, with_cuda=with_cuda, werror=werror)
+        extension(
+            cpp_extension, name, sources, with_cuda=with_cuda, werror=werror, testing=testing
+        )
         for name, sources in (sources_for_testing() if testing else package).items()
     ]
     version, needed = package_version(), f"torch>={'.'.join(map(str, MINIMUM_TORCH))}"

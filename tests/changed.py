@@ -29,7 +29,6 @@ ROOMS_OF_CXX = {
     "kernels": ("optimizer",),
     "transport": ("runtime",),
     "bindings": ("runtime", "optimizer", "schedules"),
-    "testing": ("runtime",),
 }
 """By the first folder below csrc: the folders of tests/unit that call it most."""
 
@@ -43,6 +42,8 @@ def tests_of(path: PurePosixPath) -> Iterator[str]:
             yield from (f"tests/unit/{house}", f"tests/unit/{room}")
         case ("pipedream2bw", room, _, *_):
             yield f"tests/unit/{room}"
+        case ("tests", "delays", _):
+            yield "tests/unit/runtime/test_delays.py"
         case ("csrc", folder, *_):
             yield from (f"tests/unit/{room}" for room in ROOMS_OF_CXX.get(folder, ()))
 

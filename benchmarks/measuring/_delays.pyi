@@ -1,4 +1,4 @@
-"""The test doubles (csrc/testing)."""
+"""The test doubles (tests/delays)."""
 
 from torch._C._distributed_c10d import Backend
 

@@ -1,4 +1,4 @@
-"""The checked device (csrc/testing/device)."""
+"""The checked device (tests/checked_device)."""
 
 import datetime
 import enum

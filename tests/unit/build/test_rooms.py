@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "pipedream2bw"
 CSRC = ROOT / "csrc"
+TESTS = ROOT / "tests"
 
 MAY_INCLUDE = {
     "core": (),
@@ -32,18 +33,28 @@ MAY_INCLUDE = {
     "engine/loss": ("engine",),
     "engine/run": ("engine/update", "engine/loss", "core/schedule"),
     "bindings": ("engine/run", "planner/plan"),
-    "testing": ("engine/channels", "bindings"),
-    "testing/device": ("engine/run",),
+    "delays": ("engine/channels", "bindings"),
+    "checked_device": ("engine/run",),
 }
-"""By folder below csrc: the folders that its files may include from, and with them all that those
-may."""
+"""By folder below csrc, or below tests: the folders that its files may include from, and with them
+all that those may."""
 
 MOST_LINES_OF_A_FUNCTION = 80
 MOST_POSITIONAL_PARAMETERS_OF_A_CONSTRUCTOR = 4
 
 PYTHON = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_build_info.py")
 NO_FILES_OF_OURS = {"pipedream2bw._C", "pipedream2bw._build_info"}  # the build makes them
-CXX = sorted(path for kind in ("*.h", "*.cpp", "*.cu", "*.cuh") for path in CSRC.rglob(kind))
+CXX = sorted(
+    path
+    for root in (CSRC, TESTS / "delays", TESTS / "checked_device")
+    for kind in ("*.h", "*.cpp", "*.cu", "*.cuh")
+    for path in root.rglob(kind)
+)
+
+
+def in_includes(path: Path) -> Path:
+    """How includes name a C++ file, or a folder of them."""
+    return path.relative_to(CSRC if path.is_relative_to(CSRC) else TESTS)
 
 
 def all_below(folder: str) -> set[str]:
@@ -53,13 +64,13 @@ def all_below(folder: str) -> set[str]:
 def test_every_include_goes_to_a_room_below() -> None:
     wrong = []
     for path in CXX:
-        folder = path.parent.relative_to(CSRC).as_posix()
+        folder = in_includes(path.parent).as_posix()
         allowed = all_below(folder)
         for included in re.findall(r'^#include "(.+)"', path.read_text("utf-8"), re.M):
             if Path(included).parent.as_posix() not in allowed:
                 wrong.append(f"{path.relative_to(ROOT)} includes {included}")
     assert not wrong
-    assert {path.parent.relative_to(CSRC).as_posix() for path in CXX} == set(MAY_INCLUDE)
+    assert {in_includes(path.parent).as_posix() for path in CXX} == set(MAY_INCLUDE)
 
 
 KNOW_CUDA = {
@@ -74,7 +85,7 @@ and events of any device."""
 
 def test_few_files_know_cuda() -> None:
     known = {
-        path.relative_to(CSRC).as_posix()
+        in_includes(path).as_posix()
         for path in CXX
         if re.search(r"#include [<\"](c10|ATen)/cuda/", path.read_text("utf-8"))
     }

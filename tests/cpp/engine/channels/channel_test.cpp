@@ -1,8 +1,8 @@
 #include "core/check.h"
+#include "delays/delayed_sender.h"
 #include "engine/channels/local_channel.h"
 #include "engine/channels/process_group_channel.h"
 #include "mailbox_group.h"
-#include "testing/delayed_sender.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/complex.h>
