@@ -1,9 +1,9 @@
 #include "checked_device/passes.h"
 
+#include "checked_device/host_grid.h"
 #include "checked_device/kernel.h"
 #include "engine/weights/grid_passes.h"
 #include "engine/weights/tensor_norms.h"
-#include "kernels/grid/host_grid.h"
 
 #include <ATen/ops/stack.h>
 

@@ -1,5 +1,5 @@
 // What a device whose kernels are grids of threads does for an optimizer: CUDA, and devices of
-// tests, which run the same bodies on the host (host_grid.h).
+// tests, which run the same bodies on the host (tests/checked_device/host_grid.h).
 #pragma once
 
 #include "kernels/optimizer.h"

@@ -273,17 +273,6 @@ std::vector<Evaluation> best_plans(const PlanProblem& problem) {
   return plans;
 }
 
-std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem) {
-  check(problem);
-  const DeviceMappings mappings(problem.cluster);
-  Evaluator evaluator(problem, mappings);
-  Best best(1 + problem.options.num_alternatives);
-  for (const Candidate& candidate : candidates(problem, mappings)) {
-    if (auto evaluation = evaluator.evaluate(candidate)) best.consider(*std::move(evaluation));
-  }
-  return std::move(best).take();
-}
-
 std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth) {
   Search search(problem);
   std::optional<Evaluation> best;

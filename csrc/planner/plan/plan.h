@@ -27,17 +27,13 @@ class DoesNotFit : public ValueError {
 // (schedule, w, d, v, b, recompute) the best mapping. Equal scores: in the candidates' order.
 //
 // Best first by Bounds: candidates are evaluated by rising bound until the next bound is not below
-// the worst score kept. So the result is that of evaluating all candidates, see
-// best_plans_exhaustively(). With kMemory the plans are those with the smallest peak of all that
-// take at most 1 + slack of the least time; the best one's peak is at most a thousandth above the
-// least memory with which such a plan is found.
+// the worst score kept. So the result is that of evaluating all candidates. With kMemory the plans
+// are those with the smallest peak of all that take at most 1 + slack of the least time; the best
+// one's peak is at most a thousandth above the least memory with which such a plan is found.
 //
 // Throws ValueError as check() and if no candidate's sizes fit the batch, and DoesNotFit if none
 // fits the memory: its text names the candidate that comes nearest, and what it lacks.
 std::vector<Evaluation> best_plans(const PlanProblem& problem);
-
-// best_plans() without bounds, for tests; with kMemory the fastest plans.
-std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem);
 
 // The best plan, if its score is below `worth`; with kMemory the fastest one.
 std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth);

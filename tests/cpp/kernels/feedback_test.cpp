@@ -1,6 +1,6 @@
 // Steps with error feedback: a plain step, and then the definition, element by element.
+#include "checked_device/host_grid.h"
 #include "kernels/cpu/instruction_set.h"
-#include "kernels/grid/host_grid.h"
 #include "kernels/half.h"
 #include "kernels/optimizer.h"
 

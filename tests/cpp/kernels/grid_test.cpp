@@ -1,6 +1,6 @@
 // The bodies of the GPU's kernels, run on the host thread by thread, against the CPU's passes and
 // plain sums.
-#include "kernels/grid/host_grid.h"
+#include "checked_device/host_grid.h"
 #include "kernels/half.h"
 #include "kernels/optimizer.h"
 

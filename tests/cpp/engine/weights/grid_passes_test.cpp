@@ -2,10 +2,10 @@
 // the kernels' bodies can read: the optimizer must not notice.
 #include "engine/weights/grid_passes.h"
 
+#include "checked_device/host_grid.h"
 #include "engine/weights/cpu_passes.h"
 #include "engine/weights/fused_optimizer.h"
 #include "engine/weights/tensor_norms.h"
-#include "kernels/grid/host_grid.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

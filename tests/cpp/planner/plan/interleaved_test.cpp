@@ -1,8 +1,8 @@
 // Plans whose ranks have several stages: their work and their memory are the rank's, not a stage's.
 #include "core/infinity.h"
+#include "instances.h"
 #include "planner/partition/split_costs.h"
 #include "planner/plan/plan.h"
-#include "instances.h"
 
 #include <gtest/gtest.h>
 

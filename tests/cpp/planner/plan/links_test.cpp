@@ -2,9 +2,9 @@
 // are.
 
 #include "core/infinity.h"
-#include "planner/plan/plan.h"
 #include "core/schedule/generate.h"
 #include "instances.h"
+#include "planner/plan/plan.h"
 #include "sanitized.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,6 @@
-#include "planner/plan/plan.h"
+#include "exhaustive.h"
 #include "instances.h"
+#include "planner/plan/plan.h"
 #include "raises.h"
 #include "sanitized.h"
 
@@ -12,6 +13,7 @@
 namespace pd2 {
 namespace {
 
+using testing::best_plans_exhaustively;
 using testing::Instances;
 using testing::kSanitized;
 using testing::value_error;

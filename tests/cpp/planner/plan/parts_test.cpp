@@ -1,10 +1,10 @@
 // The planner's parts: which blocks are recomputed, which device does what, links and prices.
 #include "core/infinity.h"
+#include "instances.h"
 #include "planner/plan/blocks.h"
 #include "planner/plan/cluster.h"
 #include "planner/plan/device_mapping.h"
 #include "planner/plan/place.h"
-#include "instances.h"
 
 #include <gtest/gtest.h>
 

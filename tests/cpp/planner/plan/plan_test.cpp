@@ -3,6 +3,7 @@
 #include "core/schedule/generate.h"
 #include "core/schedule/schedule.h"
 #include "core/schedule/unroll.h"
+#include "exhaustive.h"
 #include "instances.h"
 #include "raises.h"
 #include "sanitized.h"
@@ -17,6 +18,7 @@
 namespace pd2 {
 namespace {
 
+using testing::best_plans_exhaustively;
 using testing::Instances;
 using testing::kSanitized;
 using testing::value_error;
