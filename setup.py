@@ -302,9 +302,7 @@ def main() -> None:
     package = {"pipedream2bw._C": sources_of_package(with_cuda)}
     werror = is_on("PIPEDREAM2BW_WERROR", os.environ)
     modules = [
-        extension(
-            cpp_extension, name, sources, with_cuda=with_cuda, werror=werror, testing=testing
-        )
+        extension(cpp_extension, name, sources, with_cuda=with_cuda, werror=werror, testing=testing)
         for name, sources in (sources_for_testing() if testing else package).items()
     ]
     version, needed = package_version(), f"torch>={'.'.join(map(str, MINIMUM_TORCH))}"

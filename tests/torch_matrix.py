@@ -28,7 +28,6 @@ FOR_TESTS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "safet
 # checkpoints, and that the pipeline trains as the definition does.
 TESTS = (
     "tests/unit/build/test_build.py",
-    "tests/unit/build/test_stub.py",
     "tests/unit/build/test_torch_internals.py",
     "tests/unit/capture",
     "tests/unit/dynamo",

@@ -18,12 +18,15 @@ import subprocess
 import tarfile
 import time
 import venv
+import zipfile
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_COMPILER = ("c++", "g++", "gcc", "cc", "clang", "clang++", "nvcc")
+
+TYPES = "pipedream2bw/_C.pyi"  # of the extension, generated, for type checkers
 
 TRAINS = """
 import torch, pipedream2bw as pd2
@@ -151,6 +154,8 @@ def processor_seconds() -> float:
 
 def use_wheel(environment: Environment, wheel: Path) -> None:
     """Installs the wheel and uses all that it brings; prints how long a first training took."""
+    if TYPES not in zipfile.ZipFile(wheel).namelist():
+        raise SystemExit(f"{wheel.name} lacks {TYPES}")
     worked = processor_seconds()
     installed = environment.install(str(wheel.absolute()))
     worked = processor_seconds() - worked
@@ -192,14 +197,14 @@ def use_sdist(environment: Environment, sdist: Path) -> None:
 
 
 def not_in(sdist: Path) -> list[str]:
-    """The repository's files that the source distribution lacks: none but hidden ones may be."""
+    """What the source distribution lacks of the types and of all files but hidden ones."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files"], check=True, capture_output=True, text=True
     )
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     files = {name for name in listed.stdout.splitlines() if not name.startswith(".")}
-    return sorted(files - packed)
+    return sorted({*files, TYPES} - packed)
 
 
 def main() -> None:

@@ -28,17 +28,16 @@ namespace {
 
 // Python's None if there is none.
 template <typename T>
-std::shared_ptr<T> or_none(std::unique_ptr<T> object) {
-  return std::shared_ptr<T>(std::move(object));
+std::optional<std::shared_ptr<T>> or_none(std::unique_ptr<T> object) {
+  return object ? std::optional<std::shared_ptr<T>>(std::move(object)) : std::nullopt;
 }
 
-// Null without a ring. To end it the device must be waited for.
+// None without a ring. To end it the device must be waited for.
 template <typename End>
-std::shared_ptr<End> end_of_device_ring(std::unique_ptr<DeviceRing> ring, c10::Device device,
-                                        int peer_rank) {
-  return ring ? std::shared_ptr<End>(new End(std::move(ring), device, peer_rank),
-                                     delete_without_gil<End>)
-              : nullptr;
+std::optional<std::shared_ptr<End>> end_of_device_ring(std::unique_ptr<DeviceRing> ring,
+                                                       c10::Device device, int peer_rank) {
+  if (!ring) return std::nullopt;
+  return std::shared_ptr<End>(new End(std::move(ring), device, peer_rank), delete_without_gil<End>);
 }
 
 // A group's name, the other end's number in it and a tag.
@@ -51,6 +50,8 @@ std::optional<HeaderPath> header_path(const std::optional<Headers>& headers) {
   const auto& [group, peer, tag] = *headers;
   return HeaderPath{resolve_group(group), peer, tag};
 }
+
+}  // namespace
 
 void bind_shared_memory(py::module_& module) {
   py::class_<SharedRing, std::shared_ptr<SharedRing>>(module, "SharedRing")
@@ -93,6 +94,8 @@ void bind_shared_memory(py::module_& module) {
           py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("leave", &SharedBoard::leave);
 }
+
+namespace {
 
 void bind_ends(py::module_& module) {
   py::class_<Sender, std::shared_ptr<Sender>>(module, "Sender")
@@ -143,7 +146,6 @@ void bind_device_rings(py::module_& module) {
 }  // namespace
 
 void bind_channels(py::module_& module) {
-  bind_shared_memory(module);
   bind_ends(module);
   bind_device_rings(module);
   module.def(

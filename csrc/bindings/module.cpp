@@ -1,4 +1,4 @@
-// The extension module (pipedream2bw/_C.pyi).
+// The extension module. A class is bound before what takes it: signatures name it then.
 #include "bindings/bindings.h"
 
 PYBIND11_MODULE(_C, module) {
@@ -7,9 +7,10 @@ PYBIND11_MODULE(_C, module) {
   pd2::bind_schedule(module);
   pd2::bind_partition(module);
   pd2::bind_plan(module);
+  pd2::bind_shared_memory(module);
+  pd2::bind_fault(module);
   pd2::bind_stage(module);
   pd2::bind_channels(module);
-  pd2::bind_fault(module);
   pd2::bind_losses(module);
   pd2::bind_clipping(module);
   pd2::bind_hooks(module);

@@ -9,6 +9,7 @@
 #include "planner/simulate/simulate.h"
 
 #include <pybind11/operators.h>
+#include <pybind11/typing.h>
 
 #include <functional>
 #include <optional>
@@ -34,8 +35,8 @@ void bind_schedule_class(py::module_& module) {
       .def("validate", &validate)
       .def("check_global_updates", &check_global_updates)
       .def("check_joint_updates", &check_joint_updates, py::arg("joint"), py::arg("why"))
-      .def("max_in_flight", &max_in_flight)
-      .def("update_order", &update_order)
+      .def("max_in_flight", &max_in_flight, py::arg("stage"))
+      .def("update_order", &update_order, py::arg("rank"))
       .def_property_readonly("has_one_delay", &Schedule::has_one_delay)
       .def_property_readonly("most_batches_behind", &most_batches_behind)
       .def("to_csv", &to_csv)
@@ -126,10 +127,10 @@ void bind_schedule(py::module_& module) {
   bind_methods(module);
   module.def("make_schedule", &make_schedule, py::arg("name"), py::arg("num_stages"),
              py::arg("num_microbatches"), py::arg("stages_per_rank") = 1);
-  module.def("schedule_from_text", &from_text);
+  module.def("schedule_from_text", &from_text, py::arg("text"));
   module.def("schedule_names", [] { return schedule_names(); });
   module.def("action_kinds", [] {
-    py::dict names;
+    py::typing::Dict<py::str, py::str> names;
     for (const ActionKind kind : kActionKinds) {
       names[py::str(std::string(1, static_cast<char>(kind)))] = std::string(name_of(kind));
     }
