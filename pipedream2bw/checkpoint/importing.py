@@ -58,7 +58,8 @@ def import_weights(
         model_state = encode(extra, "model_state", of_modules)
         if of_modules:
             files |= _write(folder, name, f"{RANK}-00001", RANK, of_modules)
-        commit(folder, name, _manifest(nonce, files, model_state))
+        manifest = Manifest(nonce=nonce, batch=0, model_state=model_state, files=files)
+        commit(folder, name, manifest)
     except BaseException:
         with contextlib.suppress(OSError):
             remove(folder, name)
@@ -97,22 +98,3 @@ def _write(
     with folder.writing(name, file_name) as file:
         written = write_tensors(file, tensors)
     return {file_name: SavedFile(kind=kind, rank=0, **written._asdict())}
-
-
-def _manifest(nonce: str, files: Mapping[str, SavedFile], model_state: Any) -> Manifest:
-    return Manifest(
-        nonce=nonce,
-        batch=0,
-        saved_before=0,
-        train_steps=0,
-        random_seed=None,
-        settings=None,
-        trainable=(),
-        tied={},
-        model_state=model_state,
-        optimizer=None,
-        numbers={},
-        schedulers=[],
-        ranks=(),
-        files=files,
-    )

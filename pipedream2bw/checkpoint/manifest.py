@@ -70,7 +70,7 @@ class SavedSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest(Document):
-    """A whole checkpoint.
+    """A whole checkpoint. The defaults are those of weights that were imported.
 
     Attributes:
         nonce: another one for every save.
@@ -95,18 +95,18 @@ class Manifest(Document):
 
     nonce: str
     batch: int
-    saved_before: int
-    train_steps: int
-    random_seed: int | None
-    settings: SavedSettings | None
-    trainable: tuple[str, ...]
-    tied: Mapping[str, str]
-    model_state: Any
-    optimizer: Any
-    numbers: Any
-    schedulers: Any
-    ranks: tuple[RankPart, ...]
-    files: Mapping[str, SavedFile]
+    saved_before: int = 0
+    train_steps: int = 0
+    random_seed: int | None = None
+    settings: SavedSettings | None = None
+    trainable: tuple[str, ...] = ()
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    model_state: Any = dataclasses.field(default_factory=dict)
+    optimizer: Any = None
+    numbers: Any = dataclasses.field(default_factory=dict)
+    schedulers: Any = dataclasses.field(default_factory=list)
+    ranks: tuple[RankPart, ...] = ()
+    files: Mapping[str, SavedFile] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

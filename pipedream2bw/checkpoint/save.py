@@ -25,7 +25,7 @@ from .copies import HostMemory
 from .cut import begin_cut
 from .encoding import encode
 from .folder import Folder, name_of
-from .manifest import RankPart, SavedSettings
+from .manifest import Manifest, RankPart, SavedSettings
 from .saving import Head, Saving, Writer
 from .tensor_file import check_saveable
 
@@ -200,7 +200,7 @@ class Saver:
             all_versions=all_versions,
             in_model=self._persistent if session.grid.replica == 0 else (),
         )
-        saving = Saving(session, self.folder, name_of(head.batch, head.nonce))
+        saving = Saving(session, self.folder, name_of(cut.batch, head.manifest.nonce))
         if any(stage.weights.frozen for stage in session.stages):
             reading = FrozenWeightsRead(saving.done)
             session.extensions.add(reading)
@@ -220,6 +220,7 @@ class Saver:
             self.folder,
             cut,
             head,
+            num_ranks=session.control.size,
             is_ended=is_ended,
             has_failed=has_failed,
             timeout=session.control.timeout,
@@ -247,7 +248,7 @@ class Saver:
         head_schedulers = encode(schedulers, "schedulers", shared)
         # Their owners go on changing them.
         tensors = {name: t.detach().to("cpu", copy=True) for name, t in kept.items()}
-        return Head(
+        manifest = Manifest(
             nonce=f"{self._run}{self._num_saves:04d}",
             batch=session.accumulation.num_updates,
             train_steps=session.num_train_steps,
@@ -256,9 +257,8 @@ class Saver:
             trainable=session.local_model.trainable_names(),
             tied=session.local_model.tied_names(),
             schedulers=head_schedulers,
-            own=own,
-            tensors=tensors,
         )
+        return Head(manifest=manifest, own=own, tensors=tensors)
 
 
 class FrozenWeightsRead(Extension):

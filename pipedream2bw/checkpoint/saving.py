@@ -27,7 +27,7 @@ from .copies import wait_for
 from .cut import Cut
 from .encoding import encode
 from .folder import Folder, name_of, step_of
-from .manifest import Manifest, RankPart, SavedFile, SavedSettings
+from .manifest import Manifest, RankPart, SavedFile
 from .tensor_file import TENSORS, write_tensors
 from .waiting import Waiting, done_by
 
@@ -93,21 +93,15 @@ class Saving:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head:
-    """What the manifest says and every rank knows when a save begins.
+    """What is known when a save begins.
 
     Attributes:
+        manifest: what every rank knows of it.
         own: this rank's part.
         tensors: those of the user's state that this rank writes.
     """
 
-    nonce: str
-    batch: int
-    train_steps: int
-    random_seed: int | None
-    settings: SavedSettings
-    trainable: tuple[str, ...]
-    tied: Mapping[str, str]
-    schedulers: Any
+    manifest: Manifest
     own: RankPart
     tensors: Mapping[str, torch.Tensor]
 
@@ -118,6 +112,7 @@ class Writer:
     Args:
         is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
         has_failed: says whether it has by a failure, so that other ranks may have ended, too.
+        num_ranks: that save.
         timeout: seconds that a rank waits for the others' parts.
         then: called on rank 0 when the checkpoint is whole; must not raise.
     """
@@ -128,6 +123,7 @@ class Writer:
         cut: Cut,
         head: Head,
         *,
+        num_ranks: int,
         is_ended: Callable[[], bool],
         has_failed: Callable[[], bool],
         timeout: float,
@@ -136,11 +132,12 @@ class Writer:
         self._folder = folder
         self._cut = cut
         self._head = head
+        self._num_ranks = num_ranks
         self._is_ended = is_ended
         self._has_failed = has_failed
         self._timeout = timeout
         self._then = then
-        self._name = name_of(cut.batch, head.nonce)
+        self._name = name_of(cut.batch, head.manifest.nonce)
         self._written: list[str] = []  # files of tensors
         self._is_told = False  # whether rank 0 may know them
 
@@ -181,7 +178,8 @@ class Writer:
                 self._write_json(part_name(self._head.own.rank), part)
                 took("write")
                 if self._head.own.rank == 0:
-                    commit(self._folder, self._name, _manifest(self._head, self._gather()))
+                    manifest = _put_together(self._head.manifest, self._gather())
+                    commit(self._folder, self._name, manifest)
             except BaseException as error:
                 if not is_whole(self._folder, self._name):  # else it failed afterwards
                     self._give_up(f"{type(error).__name__}: {error}")
@@ -247,7 +245,6 @@ class Writer:
         cut, head, rank = self._cut, self._head, self._head.own.rank
         if cut.refused is not None:
             raise cut.refused
-        ranks = head.settings.num_ranks
         tensors = {kind: dict(of_kind) for kind, of_kind in cut.tensors.items()}
         tensors.setdefault("rank", {}).update(head.tensors)
         optimizer = encode(
@@ -259,7 +256,7 @@ class Writer:
         files = {}
         for kind, of_kind in sorted(tensors.items()):
             if of_kind:
-                file_name = f"{kind}-{rank + 1:05d}-of-{ranks:05d}{TENSORS}"
+                file_name = f"{kind}-{rank + 1:05d}-of-{self._num_ranks:05d}{TENSORS}"
                 self._written.append(file_name)
                 # Stages copy in any order; what is larger is first, so that all are aligned.
                 ordered = sorted(of_kind.items(), key=lambda kv: (-kv[1].element_size(), kv[0]))
@@ -281,7 +278,7 @@ class Writer:
 
     def _gather(self) -> list[Field]:
         """All ranks' parts, when they are there. Rank 0 alone."""
-        missing = set(range(self._head.settings.num_ranks))
+        missing = set(range(self._num_ranks))
         parts: dict[int, Field] = {}
         waiting = self._waiting()
         while missing:
@@ -302,7 +299,7 @@ class Writer:
         return Waiting(self._timeout, self._has_failed, lambda: self._folder.bytes_in(self._name))
 
     def _wait_for_commit(self) -> None:
-        waiting, step = self._waiting(), self._head.batch
+        waiting, step = self._waiting(), self._cut.batch
         while not is_whole(self._folder, self._name):
             told = None
             with contextlib.suppress(OSError):
@@ -333,7 +330,7 @@ def _finish_writing() -> None:
             log.warning("%s was not saved: the program ended first", thread.name)
 
 
-def _manifest(head: Head, parts: list[Field]) -> Manifest:
+def _put_together(manifest: Manifest, parts: list[Field]) -> Manifest:
     files: dict[str, SavedFile] = {}
     numbers: dict[str, Any] = {}
     model_state: dict[str, Any] = {}
@@ -348,19 +345,11 @@ def _manifest(head: Head, parts: list[Field]) -> Manifest:
         optimizers.append(optimizer.value)
         numbers.update(of_rank.value)
         files.update({key: file.read(SavedFile) for key, file in its_files.entries().items()})
-    return Manifest(
-        nonce=head.nonce,
-        batch=head.batch,
-        saved_before=0,
-        train_steps=head.train_steps,
-        random_seed=head.random_seed,
-        settings=head.settings,
-        trainable=head.trainable,
-        tied=head.tied,
+    return dataclasses.replace(
+        manifest,
         model_state=model_state,
         optimizer=_merge(optimizers),
         numbers=numbers,
-        schedulers=head.schedulers,
         ranks=tuple(ranks),
         files=files,
     )
