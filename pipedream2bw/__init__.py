@@ -27,7 +27,7 @@ from .checkpoint.load import load
 from .checkpoint.preemption import Preempted
 from .checkpoint.sampler import ResumableSampler
 from .checkpoint.save import save
-from .checkpoint.under_way import Saving
+from .checkpoint.saving import Saving
 from .model.added_loss import add_loss, collect_losses
 from .model.deferred import deferred_init
 from .model.linear_cross_entropy import linear_cross_entropy

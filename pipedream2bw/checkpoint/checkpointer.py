@@ -20,15 +20,14 @@ from ..ranks.agreement import Announcement, Operation, Stopping
 from ..runtime.discarding import TakenBack
 from ..runtime.extension import CHECKPOINTER, Extension
 from ..runtime.session import Session
+from .commit import retain, steps_in
 from .finding import load_whole
 from .frequency import Frequency
 from .load import load_from
 from .preemption import Preempted, Signals, ignore_in_worker
-from .replacing import clean
-from .retention import retain
 from .save import OUR_EXTRA, Beside, Saver, Stateful
 from .saves_under_way import SavesUnderWay
-from .under_way import Saving
+from .saving import Saving
 from .waiting import on_first_rank
 
 log = logging.getLogger("pipedream2bw")
@@ -122,12 +121,13 @@ class Checkpointer(Extension):
     def resume(self, step: int | None = None) -> int:
         """Loads the newest checkpoint that is whole; gives the number of the batch that follows.
 
-        That is 0 if there is none. Those that are damaged or cannot be read are named, renamed
-        (``....corrupt``) once an older one is found that is whole, and that one is taken, the same
-        on all ranks. With ``replica_sync`` it is one that all sites have.
+        That is 0 if there is none. Those that are damaged or cannot be read are named. Once an
+        older one is found that is whole, they are set aside by a file ``corrupt`` in their folder,
+        and that one is taken, the same on all ranks. With ``replica_sync`` all sites have it.
 
         Args:
-            step: a certain checkpoint, to go back to. Newer ones are renamed (``....abandoned``).
+            step: a certain checkpoint, to go back to. Newer ones are set aside by a file
+                ``abandoned``.
 
         Raises:
             OSError: the place cannot be read.
@@ -139,7 +139,6 @@ class Checkpointer(Extension):
         session, folder = self._session, self._saver.folder
         session.flush_for(Operation.load)
         self._under_way.wait_together()
-        self._from_first("removing what interrupted saves left", lambda: clean(folder))
         extra = load_whole(
             session,
             folder,
@@ -164,7 +163,7 @@ class Checkpointer(Extension):
     def _check_branch(self) -> None:
         """Refuses to train where newer checkpoints are of another run. On rank 0."""
         batch = self._session.accumulation.num_updates
-        newer = [step for step in self._saver.folder.steps() if step > batch]
+        newer = [step for step in steps_in(self._saver.folder) if step > batch]
         if newer:
             raise ValueError(
                 f"{self._saver.folder.path}: it has checkpoint {newer[0]}, this run is at {batch}: "
@@ -314,7 +313,9 @@ class Checkpointer(Extension):
         session.flush_for(Operation.flush)
         self._under_way.wait_together()
         folder = self._saver.folder
-        return self._from_first(f"looking at checkpoint {batch}", lambda: folder.is_whole(batch))
+        return self._from_first(
+            f"looking for checkpoint {batch}", lambda: batch in steps_in(folder)
+        )
 
     def close(self) -> None:
         """Waits for the saves under way; signals do what they did before. Every rank calls it.

@@ -225,12 +225,12 @@ def _joined(
     All replicas copy the same versions, in one order.
     """
     weights, engine = stage.weights, stage.weights.engine
-    cut = [(i, name) for i, name in enumerate(weights.trainable) if is_cut(weights, i)]
-    if not cut:
+    divided = [(i, name) for i, name in enumerate(weights.trainable) if is_cut(weights, i)]
+    if not divided:
         return {}
     group = grid.savers(stage.index)
     mine: dict[str, dict[str, Any]] = {}
-    for i, name in cut:
+    for i, name in divided:
         for rank, begin, count in engine.owners(i):
             if rank == group.rank():
                 mine[name] = dict(states.get(name, {}))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from ..errors import DamagedCheckpoint
 from ..runtime.session import Session
-from .folder import MANIFEST, Folder, name_of
-from .inspecting import damage_of
-from .manifest import read_manifest
-from .source import Source
+from .commit import ABANDONED, CORRUPT, look, set_aside
+from .folder import MANIFEST, Folder, step_of
+from .source import Source, damage_of
 from .waiting import on_all_ranks, on_first_rank
 
 _Loaded = TypeVar("_Loaded")
@@ -36,8 +35,8 @@ def load_whole(
 ) -> _Loaded | None:
     """Loads the newest checkpoint that is whole; None if there are no checkpoints.
 
-    Newer ones are renamed: ``.corrupt`` if they are damaged or cannot be read, ``.abandoned`` if
-    an older one was asked for. If none is whole, all of them stay as they are. Every rank calls it.
+    Newer ones are set aside: as corrupt if they are damaged or cannot be read, as abandoned if an
+    older one was asked for. If none is whole, all of them stay as they are. Every rank calls it.
 
     Args:
         step: the only one that may be taken; None: any.
@@ -51,18 +50,19 @@ def load_whole(
             such step.
         TimeoutError: the file system hangs.
     """
-    there = on_first_rank(session, folder, "looking for checkpoints", folder.steps)
+    action = "looking for checkpoints"
+    there = on_first_rank(session, folder, action, lambda: look(folder).checkpoints)
     with session.ending.lost_ranks_close():
-        steps: list[int] = session.control.from_first(
-            lambda: _candidates(folder, known_everywhere(there), step)
+        names: list[str] = session.control.from_first(
+            lambda: _candidates(folder, there, known_everywhere, step)
         )
-    damage: dict[int, str] = {}
-    for candidate in steps:
-        look = _Look(session, folder, candidate)
-        reading = f"reading {name_of(candidate)}"
-        source, found = on_all_ranks(session, folder, reading, look)
+    damage: dict[str, str] = {}
+    for candidate in names:
+        check = _Check(session, folder, candidate)
+        reading = f"reading {candidate}"
+        source, found = on_all_ranks(session, folder, reading, check)
         everyone = session.gather(found)
-        decide = functools.partial(look.decide, everyone)
+        decide = functools.partial(check.decide, everyone)
         wrong = on_first_rank(session, folder, reading, decide)
         if wrong is None:
             assert source is not None
@@ -71,31 +71,38 @@ def load_whole(
             except DamagedCheckpoint as error:
                 wrong = str(error)
             else:
-                rename = functools.partial(_set_aside_newer, folder, candidate, damage)
-                on_first_rank(session, folder, "renaming newer checkpoints", rename)
+                newer = there[: there.index(candidate)]
+                leave = functools.partial(_set_aside, folder, newer, damage)
+                on_first_rank(session, folder, "setting newer checkpoints aside", leave)
                 return loaded
         damage[candidate] = wrong
         log.warning("%s: the next older checkpoint is taken", wrong)
-    if steps:
+    if names:
         texts = "; ".join(damage.values())
         raise DamagedCheckpoint(
-            f"{folder.path}: none of {len(steps)} checkpoints is whole: {texts}"
+            f"{folder.path}: none of {len(names)} checkpoints is whole: {texts}"
         )
     return None
 
 
-def _candidates(folder: Folder, steps: list[int], step: int | None) -> list[int]:
+def _candidates(
+    folder: Folder,
+    names: list[str],
+    known_everywhere: Callable[[list[int]], list[int]],
+    step: int | None,
+) -> list[str]:
+    steps = known_everywhere(list(dict.fromkeys(map(step_of, names))))
     if step is not None and step not in steps:
         raise ValueError(f"step: {step}, {folder.path} has {steps or 'none'}")
-    return steps if step is None else [step]
+    return [name for name in names if step_of(name) in (steps if step is None else [step])]
 
 
-class _Look:
-    """Looks at one checkpoint. Each rank reads some of the files to compare their sums."""
+class _Check:
+    """Checks one checkpoint. Each rank reads some of the files to compare their sums."""
 
-    def __init__(self, session: Session, folder: Folder, step: int) -> None:
+    def __init__(self, session: Session, folder: Folder, name: str) -> None:
         self._folder = folder
-        self._step = step
+        self._name = name
         self._rank = session.grid.rank
         self._num_ranks = session.control.size
 
@@ -107,25 +114,23 @@ class _Look:
                 time.sleep(1.0)
             try:
                 self._wait_until_visible()
-                source = Source(self._folder, read_manifest(self._folder, self._step))
+                source = Source(self._folder, self._name)
                 for number, name in enumerate(sorted(source.manifest.files)):
                     source.check_file(name, sums=number % self._num_ranks == self._rank)
                 return source, None
             except DamagedCheckpoint as error:
                 return None, str(error)
             except OSError as error:
-                found = f"{name_of(self._step)}: {type(error).__name__}: {error}"
+                found = f"{self._name}: {type(error).__name__}: {error}"
         return None, found
 
     def _wait_until_visible(self) -> None:
-        begin, name = time.monotonic(), name_of(self._step)
-        # The folder of a checkpoint appears with its manifest in it, but for object stores.
-        sign = (name,) if self._folder.is_local else (name, MANIFEST)
-        while self._rank != 0 and not self._folder.holds(*sign):
+        begin = time.monotonic()
+        while self._rank != 0 and not self._folder.holds(self._name, MANIFEST):
             if time.monotonic() - begin > _VISIBLE_SECONDS:
                 raise ValueError(
-                    f"{self._folder.path}: rank 0 sees {name}, rank {self._rank} does not: it "
-                    "must be one folder for all processes"
+                    f"{self._folder.path}: rank 0 sees {self._name}, rank {self._rank} does not: "
+                    "it must be one folder for all processes"
                 )
             time.sleep(0.5)
 
@@ -136,7 +141,7 @@ class _Look:
         for rank, text in enumerate(found):
             if text is not None:  # a rank may have read another folder
                 try:
-                    mine = next(damage_of(self._folder, self._step, sums=True), None)
+                    mine = next(damage_of(self._folder, self._name, sums=True), None)
                 except OSError as error:
                     mine = str(error)
                 if mine is None:
@@ -148,11 +153,11 @@ class _Look:
         return None
 
 
-def _set_aside_newer(folder: Folder, taken: int, damage: Mapping[int, str]) -> None:
-    for step in folder.steps():
-        if step > taken:
-            try:
-                name = folder.set_aside(step, "corrupt" if step in damage else "abandoned")
-                log.warning("checkpoint %d is %s now", step, name)
-            except OSError as error:
-                log.warning("checkpoint %d could not be renamed: %s", step, error)
+def _set_aside(folder: Folder, newer: Sequence[str], damage: Mapping[str, str]) -> None:
+    for name in newer:
+        why = CORRUPT if name in damage else ABANDONED
+        try:
+            set_aside(folder, name, why)
+            log.warning("checkpoint %s is set aside as %s", name, why)
+        except OSError as error:
+            log.warning("checkpoint %s could not be set aside: %s", name, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -10,13 +11,13 @@ from typing import Any
 import torch
 
 from ..model.checkpoint import Checkpoint, open_checkpoint
+from .commit import commit, remove, steps_in
 from .cut import MODEL, RANK
 from .encoding import encode
-from .folder import Folder
+from .folder import Folder, name_of
 from .manifest import Manifest, SavedFile
-from .replacing import commit
 from .source import EXTRA_STATE
-from .tensor_file import check_saveable, write_tensors
+from .tensor_file import TENSORS, check_saveable, write_tensors
 
 _READ_AT_ONCE = 16
 _FILE_BYTES = 2**30
@@ -24,13 +25,16 @@ _FILE_BYTES = 2**30
 
 def import_weights(
     path: str | os.PathLike[str], out: str | os.PathLike[str], *, prefix: str = ""
-) -> None:
+) -> str:
     """Makes checkpoint 0 of a new run out of weights, which its ``resume()`` then begins with.
 
     Args:
         path: as in :meth:`PipelineModule.load_checkpoint`.
         out: a folder without checkpoints, or a URL that fsspec knows.
         prefix: only entries whose names begin with it, which is removed.
+
+    Returns:
+        The name of the checkpoint's folder in ``out``.
 
     Raises:
         ValueError, ImportError: ``path`` cannot be read; ``out`` has checkpoints.
@@ -40,10 +44,11 @@ def import_weights(
     if not entries.names:
         raise ValueError(f"{os.fspath(path)}: no entry begins with {prefix!r}, there must be one")
     folder = Folder(out)
-    if steps := folder.steps():
+    if steps := steps_in(folder):
         raise ValueError(f"{folder.path}: {len(steps)} checkpoints, there must be none")
     nonce = secrets.token_hex(4)
-    name = folder.begin(0, nonce)
+    name = name_of(0, nonce)
+    folder.make(name)
     try:
         extra: dict[str, Any] = {}
         files: dict[str, SavedFile] = {}
@@ -53,10 +58,13 @@ def import_weights(
         model_state = encode(extra, "model_state", of_modules)
         if of_modules:
             files |= _write(folder, name, f"{RANK}-00001", RANK, of_modules)
-        commit(folder, name, _manifest(nonce, files, model_state))
+        manifest = Manifest(nonce=nonce, batch=0, model_state=model_state, files=files)
+        commit(folder, name, manifest)
     except BaseException:
-        folder.discard(name, nonce)
+        with contextlib.suppress(OSError):
+            remove(folder, name)
         raise
+    return name
 
 
 def _lots(entries: Checkpoint, extra: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
@@ -86,25 +94,7 @@ def _lots(entries: Checkpoint, extra: dict[str, Any]) -> Iterator[dict[str, torc
 def _write(
     folder: Folder, name: str, stem: str, kind: str, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, SavedFile]:
-    file_name = f"{stem}.safetensors"
+    file_name = f"{stem}{TENSORS}"
     with folder.writing(name, file_name) as file:
         written = write_tensors(file, tensors)
     return {file_name: SavedFile(kind=kind, rank=0, **written._asdict())}
-
-
-def _manifest(nonce: str, files: Mapping[str, SavedFile], model_state: Any) -> Manifest:
-    return Manifest(
-        nonce=nonce,
-        batch=0,
-        train_steps=0,
-        random_seed=None,
-        settings=None,
-        trainable=(),
-        tied={},
-        model_state=model_state,
-        optimizer=None,
-        numbers={},
-        schedulers=[],
-        ranks=(),
-        files=files,
-    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +19,9 @@ from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Operation
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
+from .commit import checkpoints
 from .cut import MODEL, OPTIMIZER, buffer_prefix, older
 from .folder import Folder
-from .giving_back import GivenBack
 from .manifest import Manifest, RankPart
 from .save import (
     OUR_EXTRA,
@@ -30,7 +32,7 @@ from .save import (
     set_generators,
 )
 from .source import Source
-from .waiting import on_all_ranks
+from .waiting import on_all_ranks, on_first_rank
 
 log = logging.getLogger("pipedream2bw")
 
@@ -53,7 +55,8 @@ def load(
     The pipeline may have another number of stages, split, schedule of the same delay, or number of
     processes: then the run goes on with the same bits. Of a checkpoint without the older weight
     versions that the schedule reads, the delay begins anew. Names and shapes must be the same; for
-    a part of the weights there is ``pipe.load_checkpoint(path/step-..., strict=False)``.
+    a part of the weights there is ``pipe.load_checkpoint(folder, strict=False)`` with the
+    checkpoint's own folder.
 
     Weights that ``pipedream2bw checkpoint import`` made a checkpoint of are loaded as by
     :meth:`PipelineModule.load_checkpoint`. All else, and ``opt``, stays as it is: a run that has
@@ -82,9 +85,9 @@ def load(
     session.flush_for(Operation.load)
     beside = Beside(data=data, schedulers=schedulers, extra=extra or {})
     folder = session.together(lambda: Folder(path))
-    source = on_all_ranks(
-        session, folder, "looking for checkpoints", lambda: Source.newest(folder, step)
-    )
+    action = "looking for checkpoints"
+    name = on_first_rank(session, folder, action, lambda: checkpoints(folder, step)[0])
+    source = on_all_ranks(session, folder, f"reading {name}", lambda: Source(folder, name))
     return load_from(source, session, opt, beside, generators=generators)
 
 
@@ -108,14 +111,55 @@ def load_from(
         session.load(lambda: Checkpoint(weights.names, lambda _: entries), strict=True)
         return {}
     prepared = reading(lambda: _Prepared(source, session, opt, beside))
-    given = GivenBack()
+    restored = _Restored()
     try:
-        session.together(lambda: prepared.give_back(given, generators=generators))
+        session.together(lambda: prepared.restore(restored, generators=generators))
     except BaseException:
-        given.take_back()  # also where another rank's object refused
+        restored.undo()  # also where another rank's object refused
         raise
     with session.ending.failing_closes():  # half of it may have been loaded
         return prepared.load(generators=generators)
+
+
+class _Restored:
+    """The user's objects that have got their states back, and what they had before."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[str, Callable[[], object]]] = []
+
+    def restore(
+        self,
+        name: str,
+        state: Any,
+        load: Callable[[Any], object],
+        former: Callable[[], Any],
+    ) -> None:
+        """Gives an object its state.
+
+        Args:
+            load: gives the object a state.
+            former: gives the state that it has.
+
+        Raises:
+            ValueError: the object refuses it; names the object.
+        """
+        with contextlib.suppress(Exception):  # which has no state yet: what it gets may stay
+            kept = deepcopy(former())
+            self._undo.append((name, lambda: load(kept)))
+        try:
+            load(state)
+        except Exception as error:
+            raise ValueError(
+                f"{name}: the saved state is refused: {type(error).__name__}: {error}"
+            ) from error
+
+    def undo(self) -> None:
+        """Gives all of them what they had before, as far as they take it."""
+        for name, undo in reversed(self._undo):
+            try:
+                undo()
+            except Exception as error:
+                log.warning("%s does not take its former state either: %s", name, error)
 
 
 class _Prepared:
@@ -320,7 +364,7 @@ class _Prepared:
 
     # ------------------------------------------------------------------ load
 
-    def give_back(self, given: GivenBack, *, generators: bool) -> None:
+    def restore(self, restored: _Restored, *, generators: bool) -> None:
         """Gives the user's objects their states; the pipeline is as it was."""
         beside = self._beside
         objects: list[tuple[str, Any, Any]] = [
@@ -335,11 +379,11 @@ class _Prepared:
             if is_stateful(value) and name in self._extra:
                 objects.append((f"extra: {name!r}", value, self._extra[name]))
         for name, owner, state in objects:
-            given.give(
+            restored.restore(
                 f"{name}, {type(owner).__name__}", state, owner.load_state_dict, owner.state_dict
             )
         if self._sets(generators):
-            given.give("generators", self._generators, set_generators, generator_states)
+            restored.restore("generators", self._generators, set_generators, generator_states)
 
     def _sets(self, generators: bool) -> bool:
         """Whether each rank has generators of its own in the checkpoint."""

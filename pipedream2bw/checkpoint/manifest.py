@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ..errors import DamagedCheckpoint
 from ..json_document import Document, parse_document
-from .folder import MANIFEST, Folder, name_of
+from .folder import MANIFEST, Folder, step_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,13 @@ class SavedSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest(Document):
-    """A whole checkpoint.
+    """A whole checkpoint. The defaults are those of weights that were imported.
 
     Attributes:
         nonce: another one for every save.
         batch: the number of the batch that follows: optimizer steps so far.
+        saved_before: how many checkpoints of this batch became whole before it. Of two of a batch,
+            the one with more is the newer. Earlier versions did not write it: they kept one.
         train_steps: ``train_step`` calls so far.
         random_seed: of the random numbers that training draws; None: they were torch's own.
         settings: of the pipeline; None: weights that were imported, without a run.
@@ -93,17 +95,18 @@ class Manifest(Document):
 
     nonce: str
     batch: int
-    train_steps: int
-    random_seed: int | None
-    settings: SavedSettings | None
-    trainable: tuple[str, ...]
-    tied: Mapping[str, str]
-    model_state: Any
-    optimizer: Any
-    numbers: Any
-    schedulers: Any
-    ranks: tuple[RankPart, ...]
-    files: Mapping[str, SavedFile]
+    saved_before: int = 0
+    train_steps: int = 0
+    random_seed: int | None = None
+    settings: SavedSettings | None = None
+    trainable: tuple[str, ...] = ()
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    model_state: Any = dataclasses.field(default_factory=dict)
+    optimizer: Any = None
+    numbers: Any = dataclasses.field(default_factory=dict)
+    schedulers: Any = dataclasses.field(default_factory=list)
+    ranks: tuple[RankPart, ...] = ()
+    files: Mapping[str, SavedFile] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -142,19 +145,24 @@ def of_bytes(text: bytes) -> Manifest:
     if begin is None or zlib.crc32(text[begin.end() :]) != int(begin[1], 16):
         raise DamagedCheckpoint(f"{len(text)} bytes that do not have the sum they begin with")
     rest = b"{" + text[begin.end() :]
-    return parse_document(rest, Manifest.FORMAT, Manifest.VERSION).read(Manifest)
+    document = parse_document(rest, Manifest.FORMAT, Manifest.VERSION)
+    document.value.setdefault("saved_before", 0)
+    return document.read(Manifest)
 
 
-def read_manifest(folder: Folder, step: int) -> Manifest:
+def read_manifest(folder: Folder, name: str) -> Manifest:
     """Reads the manifest of a checkpoint.
+
+    Args:
+        name: of its folder.
 
     Raises:
         DamagedCheckpoint: it is missing or not what was written.
         ValueError: it is of another version.
     """
-    where = f"{name_of(step)}/{MANIFEST}"
+    where, step = f"{name}/{MANIFEST}", step_of(name)
     try:
-        found = of_bytes(folder.read(name_of(step), MANIFEST))
+        found = of_bytes(folder.read(name, MANIFEST))
     except (DamagedCheckpoint, FileNotFoundError, IsADirectoryError) as error:
         raise DamagedCheckpoint(f"{where}: {error}") from error
     except ValueError as error:
@@ -166,9 +174,9 @@ def read_manifest(folder: Folder, step: int) -> Manifest:
     if len(given) != num_ranks or given != list(range(len(given))):
         ranks = ", ".join(map(str, given))
         raise DamagedCheckpoint(f"{where}: parts of the ranks {ranks}, there must be {num_ranks}")
-    for name in found.files:
-        if not re.fullmatch(r"[\w.-]+", name):
+    for file_name in found.files:
+        if not re.fullmatch(r"[\w.-]+", file_name):
             raise DamagedCheckpoint(
-                f"{where}: file {name!r}, it must be in the checkpoint's folder"
+                f"{where}: file {file_name!r}, it must be in the checkpoint's folder"
             )
     return found

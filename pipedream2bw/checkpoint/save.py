@@ -24,11 +24,10 @@ from ..runtime.session import Session
 from .copies import HostMemory
 from .cut import begin_cut
 from .encoding import encode
-from .folder import Folder
-from .manifest import RankPart, SavedSettings
-from .saving import Head, Writer
+from .folder import Folder, name_of
+from .manifest import Manifest, RankPart, SavedSettings
+from .saving import Head, Saving, Writer
 from .tensor_file import check_saveable
-from .under_way import Saving
 
 OUR_EXTRA = "pipedream2bw."
 """Begins names in ``extra`` that are not the user's."""
@@ -83,7 +82,10 @@ def save(
     extra: Mapping[str, Any] | None = None,
     versions: str = "all",
 ) -> Saving:
-    """Begins to save a checkpoint, ``path/step-...``, and returns; training goes on meanwhile.
+    """Begins to save a checkpoint, and returns; training goes on meanwhile.
+
+    It is a folder in ``path`` with a name of its own, see :attr:`Saving.path`. When it is whole, an
+    earlier one of the same batch is removed.
 
     Every rank calls it between two batches, after ``opt.step()``. Nothing is drained: each stage's
     state is copied when its last update has been made, and written by a thread. With ``opt`` a run
@@ -198,7 +200,7 @@ class Saver:
             all_versions=all_versions,
             in_model=self._persistent if session.grid.replica == 0 else (),
         )
-        saving = Saving(session, self.folder.path, head.batch)
+        saving = Saving(session, self.folder, name_of(cut.batch, head.manifest.nonce))
         if any(stage.weights.frozen for stage in session.stages):
             reading = FrozenWeightsRead(saving.done)
             session.extensions.add(reading)
@@ -218,6 +220,7 @@ class Saver:
             self.folder,
             cut,
             head,
+            num_ranks=session.control.size,
             is_ended=is_ended,
             has_failed=has_failed,
             timeout=session.control.timeout,
@@ -245,7 +248,7 @@ class Saver:
         head_schedulers = encode(schedulers, "schedulers", shared)
         # Their owners go on changing them.
         tensors = {name: t.detach().to("cpu", copy=True) for name, t in kept.items()}
-        return Head(
+        manifest = Manifest(
             nonce=f"{self._run}{self._num_saves:04d}",
             batch=session.accumulation.num_updates,
             train_steps=session.num_train_steps,
@@ -254,9 +257,8 @@ class Saver:
             trainable=session.local_model.trainable_names(),
             tied=session.local_model.tied_names(),
             schedulers=head_schedulers,
-            own=own,
-            tensors=tensors,
         )
+        return Head(manifest=manifest, own=own, tensors=tensors)
 
 
 class FrozenWeightsRead(Extension):

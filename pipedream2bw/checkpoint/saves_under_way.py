@@ -10,7 +10,7 @@ from ..errors import StageError
 from ..ranks.agreement import Announcement, Operation
 from ..runtime.session import Session
 from .frequency import Frequency
-from .under_way import Saving
+from .saving import Saving
 from .waiting import done_by, wait_together
 
 _MOST_FAILURES = 3

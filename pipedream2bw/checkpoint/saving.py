@@ -7,48 +7,101 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from ..checks import check_number
 from ..json_document import Field
+from ..ranks.agreement import Announcement, Operation
+from ..runtime.session import Session
+from .commit import clean, commit, failed_name, is_whole, part_name
 from .copies import wait_for
 from .cut import Cut
 from .encoding import encode
-from .folder import MANIFEST, Folder, name_of
-from .manifest import Manifest, RankPart, SavedFile, SavedSettings, of_bytes
-from .replacing import FAILED, commit, part_name
-from .tensor_file import write_tensors
-from .under_way import Saving
-from .waiting import Waiting
+from .folder import Folder, name_of, step_of
+from .manifest import Manifest, RankPart, SavedFile
+from .tensor_file import TENSORS, write_tensors
+from .waiting import Waiting, done_by
 
 log = logging.getLogger("pipedream2bw")
 
 _AT_EXIT_SECONDS = 20.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Head:
-    """What the manifest says and every rank knows when a save begins.
+class Saving:
+    """A save under way.
 
     Attributes:
+        step: of the checkpoint: the number of the batch that follows.
+        path: of the checkpoint's own folder, ``.../step-<step>-<nonce>``.
+        snapshot: done when this process's state has been copied. Under ``"2bw"`` that is in the
+            next batch, or at the next drain.
+        done: when the checkpoint is whole, on every rank. Its exception says why it never will be.
+    """
+
+    def __init__(self, session: Session, folder: Folder, name: str) -> None:
+        self.step = step_of(name)
+        self.path = f"{folder.path.rstrip('/')}/{name}"
+        self.snapshot: Future[None] = Future()
+        self.done: Future[None] = Future()
+        self.seconds: dict[str, float] = {}
+        """How long each part took: ``snapshot``, ``write``, ``commit``."""
+        self._session = weakref.ref(session)
+        self._folder = folder.path
+        self._timeout = session.control.timeout
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the checkpoint is whole. Drains; every rank calls it.
+
+        Args:
+            timeout: seconds, after the drain; None: the pipeline's.
+
+        Raises:
+            OSError, RuntimeError: it could not be written; the pipeline has failed.
+            TimeoutError: it takes longer, as where the file system hangs. It may yet become whole.
+            TypeError, ValueError: ``timeout`` is no positive, finite number.
+        """
+
+        def check() -> Announcement:
+            if timeout is not None:
+                check_number("timeout", timeout, below=math.inf)
+            return Announcement()
+
+        session = self._session()
+        if session is not None and session.ending.is_open:
+            session.flush_for(Operation.flush, check)
+        else:
+            check()
+        seconds = self._timeout if timeout is None else timeout
+        if not done_by(self.done, time.monotonic() + seconds):
+            raise self.too_long(seconds)
+        self.done.result()
+
+    def too_long(self, seconds: float | None = None) -> TimeoutError:
+        """Says that it has not ended within so many seconds, or those of the pipeline."""
+        seconds = self._timeout if seconds is None else seconds
+        return TimeoutError(f"{self._folder}: checkpoint {self.step} took more than {seconds:g} s")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """What is known when a save begins.
+
+    Attributes:
+        manifest: what every rank knows of it.
         own: this rank's part.
         tensors: those of the user's state that this rank writes.
     """
 
-    nonce: str
-    batch: int
-    train_steps: int
-    random_seed: int | None
-    settings: SavedSettings
-    trainable: tuple[str, ...]
-    tied: Mapping[str, str]
-    schedulers: Any
+    manifest: Manifest
     own: RankPart
     tensors: Mapping[str, torch.Tensor]
 
@@ -59,6 +112,7 @@ class Writer:
     Args:
         is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
         has_failed: says whether it has by a failure, so that other ranks may have ended, too.
+        num_ranks: that save.
         timeout: seconds that a rank waits for the others' parts.
         then: called on rank 0 when the checkpoint is whole; must not raise.
     """
@@ -69,6 +123,7 @@ class Writer:
         cut: Cut,
         head: Head,
         *,
+        num_ranks: int,
         is_ended: Callable[[], bool],
         has_failed: Callable[[], bool],
         timeout: float,
@@ -77,14 +132,14 @@ class Writer:
         self._folder = folder
         self._cut = cut
         self._head = head
+        self._num_ranks = num_ranks
         self._is_ended = is_ended
         self._has_failed = has_failed
         self._timeout = timeout
         self._then = then
-        self._mark = ""  # in the names of files, if the step was saved before
-        self._written: list[str] = []
-        self._missing = set(range(head.settings.num_ranks))
-        """Whose parts rank 0 has not seen."""
+        self._name = name_of(cut.batch, head.manifest.nonce)
+        self._written: list[str] = []  # files of tensors
+        self._is_told = False  # whether rank 0 may know them
 
     def start(self, saving: Saving) -> None:
         """Begins, in a thread that does not keep the program from ending."""
@@ -114,21 +169,23 @@ class Writer:
             self._wait_for_copies()
             took("snapshot")
             saving.snapshot.set_result(None)
-            name = self._folder.name_at_first(self._cut.batch, self._head.nonce)
             try:
-                self._folder.begin(self._cut.batch, self._head.nonce)
-                if self._folder.is_whole(self._cut.batch):
-                    self._mark = f"-{self._head.nonce}"
-                self._write_part(name)
+                if self._head.own.rank == 0:
+                    clean(self._folder, self._timeout, but=self._name)
+                self._folder.make(self._name)
+                part = self._part()
+                self._is_told = True
+                self._write_json(part_name(self._head.own.rank), part)
                 took("write")
                 if self._head.own.rank == 0:
-                    self._commit(name)
+                    manifest = _put_together(self._head.manifest, self._gather())
+                    commit(self._folder, self._name, manifest)
             except BaseException as error:
-                if not self._is_whole():  # else it failed after the manifest was written
-                    self._give_up(name, saving, error)
+                if not is_whole(self._folder, self._name):  # else it failed afterwards
+                    self._give_up(f"{type(error).__name__}: {error}")
                 raise
             if self._head.own.rank != 0:
-                self._wait_for_commit(name)
+                self._wait_for_commit()
             took("commit")
             if self._head.own.rank == 0:
                 self._then()
@@ -141,53 +198,36 @@ class Writer:
                 if not future.done():
                     future.set_exception(error)
 
-    def _give_up(self, name: str, saving: Saving, error: BaseException) -> None:
-        """Lets the other ranks know, and sees to it that nothing stays."""
-        rank, is_told = self._head.own.rank, False
-        text = f"{type(error).__name__}: {error}"
-        self._missing.discard(rank)
-        for file_name in self._written:  # which makes room for the next one
-            self._folder.remove_file(name, file_name)
-
-        def is_settled() -> bool:
-            nonlocal is_told
-            is_told = is_told or self._tell(name, text)
-            return self._is_cleared(name) if rank == 0 else is_told
-
-        if is_settled():
-            return
-        saving.done.set_exception(error)  # training need not wait for what follows
-        _ends_soon.pop(threading.current_thread())
-        waiting = self._waiting(name)
-        with contextlib.suppress(TimeoutError):
-            while not self._is_ended() and not is_settled():
-                waiting.look(name)
-        if rank == 0:
-            self._folder.discard(name, self._head.nonce)
-
-    def _tell(self, name: str, error: str) -> bool:
-        """Writes that this rank has failed, if it can; if there is no room, without a word."""
+    def _give_up(self, error: str) -> None:
+        """Makes room, and lets the other ranks know; the next save removes the folder."""
         rank = self._head.own.rank
-        file_name = FAILED if rank == 0 else part_name(rank)
-        with contextlib.suppress(OSError):
-            self._write_json(name, file_name, {"nonce": self._head.nonce, "error": error})
-            return True
-        with contextlib.suppress(OSError):
-            if self._folder.is_local:  # where this save has a folder of its own
-                self._folder.write_nothing(name, file_name)
-                return True
-        return False
+        if rank == 0 or not self._is_told:  # else rank 0 may make a checkpoint of them
+            self._make_room()
+        try:
+            self._write_json(failed_name(rank), {"error": error})
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._folder.write_nothing(self._name, failed_name(rank, has_room=False))
 
-    def _is_cleared(self, name: str) -> bool:
-        """Removes everything if no rank will write there any more; says whether that is so.
+    def _make_room(self) -> None:
+        for file_name in self._written:
+            with contextlib.suppress(OSError):
+                self._folder.remove(self._name, file_name)
 
-        Each rank writes its part, or that it failed, when it comes to it. Rank 0 alone.
+    def _told_by(self, rank: int, names: Collection[str]) -> dict[str, Any] | None:
+        """A rank's part, or what failed there; None as long as neither is there as a whole.
+
+        Args:
+            names: of the files that are there.
         """
-        written = {r for r in self._missing if self._read_json(name, part_name(r)) is not None}
-        self._missing -= written
-        if not self._missing:
-            self._folder.discard(name, self._head.nonce)
-        return not self._missing
+        for file_name in (failed_name(rank), part_name(rank)):
+            if file_name in names:
+                with contextlib.suppress(OSError, ValueError):
+                    told: dict[str, Any] = json.loads(self._folder.read(self._name, file_name))
+                    return told
+        if failed_name(rank, has_room=False) in names:
+            return {"error": "there was no room to say why"}
+        return None
 
     def _wait_for_copies(self) -> None:
         while not self._cut.copied.done():
@@ -200,14 +240,11 @@ class Writer:
 
     # ------------------------------------------------------------------ this rank's part
 
-    def _write_part(self, name: str) -> None:
-        self._write_json(name, part_name(self._head.own.rank), self._files(name))
-
-    def _files(self, name: str) -> dict[str, Any]:
+    def _part(self) -> dict[str, Any]:
+        """Writes this rank's files; gives its part of the manifest."""
         cut, head, rank = self._cut, self._head, self._head.own.rank
         if cut.refused is not None:
             raise cut.refused
-        ranks = head.settings.num_ranks
         tensors = {kind: dict(of_kind) for kind, of_kind in cut.tensors.items()}
         tensors.setdefault("rank", {}).update(head.tensors)
         optimizer = encode(
@@ -219,15 +256,14 @@ class Writer:
         files = {}
         for kind, of_kind in sorted(tensors.items()):
             if of_kind:
-                file_name = f"{kind}-{rank + 1:05d}-of-{ranks:05d}{self._mark}.safetensors"
+                file_name = f"{kind}-{rank + 1:05d}-of-{self._num_ranks:05d}{TENSORS}"
                 self._written.append(file_name)
                 # Stages copy in any order; what is larger is first, so that all are aligned.
                 ordered = sorted(of_kind.items(), key=lambda kv: (-kv[1].element_size(), kv[0]))
-                with self._folder.writing(name, file_name) as file:
+                with self._folder.writing(self._name, file_name) as file:
                     written = write_tensors(file, dict(ordered))
                 files[file_name] = SavedFile(kind=kind, rank=rank, **written._asdict())
         return {
-            "nonce": head.nonce,
             "own": dataclasses.asdict(head.own),
             "model_state": cut.model_state,
             "optimizer": optimizer,
@@ -235,70 +271,44 @@ class Writer:
             "files": {key: dataclasses.asdict(file) for key, file in files.items()},
         }
 
-    def _write_json(self, name: str, file_name: str, value: Any) -> None:
-        """Other ranks see the file when it is whole."""
-        self._written.append(file_name)
-        self._folder.write(name, file_name, data=json.dumps(value).encode())
-
-    def _read_json(self, name: str, file_name: str) -> dict[str, Any] | None:
-        """What a rank wrote in this save; None as long as it is not there as a whole."""
-        with contextlib.suppress(OSError, ValueError):
-            text = self._folder.read(name, file_name)
-            if self._folder.is_local and not text:
-                return {"error": "there was no room to say why"}
-            value: dict[str, Any] = json.loads(text)
-            return value if value.pop("nonce") == self._head.nonce else None
-        return None
+    def _write_json(self, file_name: str, value: Any) -> None:
+        self._folder.write(self._name, file_name, data=json.dumps(value).encode())
 
     # ------------------------------------------------------------------ all parts
 
-    def _commit(self, name: str) -> None:
-        """Puts all ranks' parts together. Rank 0 alone."""
-        folder, head = self._folder, self._head
-        parts = self._gather(name)
-        for file_name in (*map(part_name, range(len(parts))), FAILED):
-            folder.remove_file(name, file_name)
-        commit(folder, name, _manifest(head, parts))
-
-    def _gather(self, name: str) -> list[Field]:
+    def _gather(self) -> list[Field]:
+        """All ranks' parts, when they are there. Rank 0 alone."""
+        missing = set(range(self._num_ranks))
         parts: dict[int, Field] = {}
-        waiting = self._waiting(name)
-        while True:
-            for rank in sorted(self._missing):
-                part = self._read_json(name, part_name(rank))
-                if part is None:
-                    continue
-                self._missing.remove(rank)
-                if "error" in part:
+        waiting = self._waiting()
+        while missing:
+            names = self._folder.names(self._name)
+            for rank in sorted(missing):
+                part = self._told_by(rank, names)
+                if part is not None and "error" in part:
                     raise OSError(f"rank {rank} could not write its part: {part['error']}")
-                parts[rank] = Field(part, part_name(rank))
-            if not self._missing:
-                return [parts[rank] for rank in sorted(parts)]
-            missing = ", ".join(map(str, sorted(self._missing)))
-            waiting.look(f"the parts of ranks {missing} did not appear in {name}")
+                if part is not None:
+                    parts[rank] = Field(part, part_name(rank))
+            missing -= parts.keys()
+            if missing:
+                absent = ", ".join(map(str, sorted(missing)))
+                waiting.look(f"the parts of ranks {absent} did not appear in {self._name}")
+        return [parts[rank] for rank in sorted(parts)]
 
-    def _waiting(self, name: str) -> Waiting:
-        return Waiting(self._timeout, self._has_failed, lambda: self._folder.bytes_in(name))
+    def _waiting(self) -> Waiting:
+        return Waiting(self._timeout, self._has_failed, lambda: self._folder.bytes_in(self._name))
 
-    def _wait_for_commit(self, name: str) -> None:
-        waiting = self._waiting(name)
-        step = self._head.batch
-        while not self._is_whole():
-            failed = self._read_json(name, FAILED)
-            if failed is not None:
-                raise OSError(f"rank 0 could not complete checkpoint {step}: {failed['error']}")
-            is_gone = False
+    def _wait_for_commit(self) -> None:
+        waiting, step = self._waiting(), self._cut.batch
+        while not is_whole(self._folder, self._name):
+            told = None
             with contextlib.suppress(OSError):
-                is_gone = not self._folder.holds(name)
-            if is_gone and not self._is_whole():  # not renamed meanwhile either
-                raise OSError(f"rank 0 gave up checkpoint {step}: its folder {name} is gone")
+                names = self._folder.names(self._name)
+                told = self._told_by(0, names) if names else {"error": "its folder is gone"}
+            if told is not None and "error" in told:
+                self._make_room()
+                raise OSError(f"rank 0 could not complete checkpoint {step}: {told['error']}")
             waiting.look(f"rank 0 did not complete checkpoint {step}")
-
-    def _is_whole(self) -> bool:
-        with contextlib.suppress(OSError, ValueError):
-            manifest = of_bytes(self._folder.read(name_of(self._head.batch), MANIFEST))
-            return manifest.nonce == self._head.nonce
-        return False
 
 
 _ends_soon: weakref.WeakKeyDictionary[threading.Thread, Callable[[], bool]] = (
@@ -320,7 +330,7 @@ def _finish_writing() -> None:
             log.warning("%s was not saved: the program ended first", thread.name)
 
 
-def _manifest(head: Head, parts: list[Field]) -> Manifest:
+def _put_together(manifest: Manifest, parts: list[Field]) -> Manifest:
     files: dict[str, SavedFile] = {}
     numbers: dict[str, Any] = {}
     model_state: dict[str, Any] = {}
@@ -335,18 +345,11 @@ def _manifest(head: Head, parts: list[Field]) -> Manifest:
         optimizers.append(optimizer.value)
         numbers.update(of_rank.value)
         files.update({key: file.read(SavedFile) for key, file in its_files.entries().items()})
-    return Manifest(
-        nonce=head.nonce,
-        batch=head.batch,
-        train_steps=head.train_steps,
-        random_seed=head.random_seed,
-        settings=head.settings,
-        trainable=head.trainable,
-        tied=head.tied,
+    return dataclasses.replace(
+        manifest,
         model_state=model_state,
         optimizer=_merge(optimizers),
         numbers=numbers,
-        schedulers=head.schedulers,
         ranks=tuple(ranks),
         files=files,
     )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import DamagedCheckpoint
 from ..model.checkpoint import Checkpoint
-from .cut import MODEL
+from .cut import MODEL, buffer_prefix
 from .encoding import decode
-from .folder import Folder, name_of
-from .manifest import Manifest, read_manifest
+from .folder import INDEX, Folder
+from .manifest import read_manifest, weights_index
 from .tensor_file import Entry, read_header, read_tensor, sum_of
 
 EXTRA_STATE = "_extra_state"
@@ -31,29 +32,21 @@ _OTHER_SUM = "its sum is another than when it was written"
 class Source:
     """A checkpoint to read from.
 
+    Args:
+        name: of its folder.
+
     Attributes:
         manifest: what it says.
+
+    Raises:
+        DamagedCheckpoint, ValueError: see :func:`read_manifest`.
     """
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+    def __init__(self, folder: Folder, name: str) -> None:
         self.folder = folder
-        self.manifest = manifest
+        self.name = name
+        self.manifest = read_manifest(folder, name)
         self._headers: dict[str, dict[str, Entry]] = {}
-
-    @staticmethod
-    def newest(folder: Folder, step: int | None = None) -> Source:
-        """The newest checkpoint of a folder, or a certain one."""
-        if step is None:
-            steps = folder.steps()
-            if not steps:
-                raise ValueError(f"{folder.path}: 0 checkpoints, there must be 1 to load")
-            step = steps[0]
-        return Source(folder, read_manifest(folder, step))
-
-    @property
-    def name(self) -> str:
-        """The checkpoint's folder."""
-        return name_of(self.manifest.batch)
 
     def check_file(self, file_name: str, *, sums: bool) -> None:
         """Raises DamagedCheckpoint if a file is not as it was written.
@@ -165,3 +158,49 @@ def _tensor_names(document: Any, names: list[str]) -> None:
                 names.append(item)
             else:
                 _tensor_names(item, names)
+
+
+def damage_of(folder: Folder, name: str, *, sums: bool) -> Iterator[str]:
+    """Names each file, and with sums each tensor, that is not as it was written.
+
+    Args:
+        sums: whether every byte is read; otherwise the manifest, and of each file its size and its
+            header.
+    """
+    try:
+        source = Source(folder, name)
+    except ValueError as error:  # also a manifest of another version, which cannot be compared
+        yield str(error)
+        return
+    index = f"{name}/{INDEX}"
+    try:
+        if folder.read(name, INDEX) != weights_index(source.manifest.files):
+            yield f"{index}: it does not say where the manifest's weights are"
+    except _MISSING:
+        yield f"{index}: there is no such file"
+    for file_name in source.manifest.files:
+        try:
+            source.check_file(file_name, sums=False)
+        except DamagedCheckpoint as error:
+            yield str(error)
+            continue
+        if sums:
+            yield from _damaged_tensors(source, file_name)
+
+
+def _damaged_tensors(source: Source, file_name: str) -> Iterator[str]:
+    for tensor in source.manifest.files[file_name].tensors:
+        try:
+            source.read({tensor: file_name})
+        except DamagedCheckpoint as error:
+            yield str(error)
+
+
+def num_parameters(source: Source) -> int:
+    """Elements of the model's parameters; with its buffers if the weights were imported."""
+    buffers = source.places("rank")
+    return sum(
+        math.prod(source.entry(name, file_name).shape)
+        for name, file_name in source.places(MODEL).items()
+        if buffer_prefix(0) + name not in buffers
+    )

@@ -36,6 +36,9 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
+TENSORS = ".safetensors"
+"""Ends the names of such files."""
+
 MOST_HEADER_BYTES = 100_000_000
 """As in the safetensors package."""
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from typing import Any
 
+from ..checkpoint.commit import checkpoints
 from ..checkpoint.exporting import EXPORT_FORMATS, export
-from ..checkpoint.folder import Folder, name_of
+from ..checkpoint.folder import MANIFEST, Folder, step_of
 from ..checkpoint.importing import import_weights
-from ..checkpoint.inspecting import damage_of, num_parameters
-from ..checkpoint.manifest import read_manifest
-from ..checkpoint.source import Source
+from ..checkpoint.source import Source, damage_of, num_parameters
 from ..table import table
 from ..units import format_bytes
 from .output import print_json
@@ -80,33 +80,21 @@ def _add_path(
         parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _steps(given: argparse.Namespace) -> tuple[Folder, list[int]]:
-    """The folder, and its checkpoints that are meant, newest first."""
-    folder = Folder(given.path)
-    steps = folder.steps()
-    step = getattr(given, "step", None)
-    if step is not None and step not in steps:
-        known = ", ".join(map(str, steps)) or "none"
-        raise ValueError(f"{given.path}: no checkpoint {step}, there are {known}")
-    if not steps:
-        raise ValueError(f"{given.path}: 0 checkpoints, there must be 1")
-    return folder, steps if step is None else [step]
-
-
 def _newest(given: argparse.Namespace) -> Source:
-    folder, steps = _steps(given)
-    return Source(folder, read_manifest(folder, steps[0]))
+    folder = Folder(given.path)
+    return Source(folder, checkpoints(folder, given.step)[0])
 
 
 def _ls(given: argparse.Namespace) -> None:
-    folder, steps = _steps(given)
-    found = [_listed(folder, step) for step in reversed(steps)]
+    folder = Folder(given.path)
+    found = [_listed(folder, name) for name in reversed(checkpoints(folder))]
     if given.json:
         print_json({"path": given.path, "checkpoints": found})
         return
     rows = [
         (
             str(each["step"]),
+            each["folder"],
             each["written"] or "-",
             "-" if each["bytes"] is None else format_bytes(each["bytes"]),
             "-" if each["parameters"] is None else f"{each['parameters']:,}",
@@ -115,8 +103,11 @@ def _ls(given: argparse.Namespace) -> None:
         )
         for each in found
     ]
-    columns = ("step", "written", "size", "parameters", "schedule", "stages", "width", "sizes")
-    print(table(f"{given.path}: {len(steps)} checkpoints", columns, rows))
+    columns = (
+        *("step", "folder", "written", "size"),
+        *("parameters", "schedule", "stages", "width", "sizes"),
+    )
+    print(table(f"{given.path}: {len(found)} checkpoints", columns, rows))
     print("".join(f"{line}\n" for each in found for line in each["damage"]), end="")
 
 
@@ -126,13 +117,13 @@ def _named(listed: dict[str, Any]) -> tuple[str, str, str]:
     return listed["schedule"], str(listed["stages"]), str(listed["width"])
 
 
-def _listed(folder: Folder, step: int) -> dict[str, Any]:
+def _listed(folder: Folder, name: str) -> dict[str, Any]:
     """What ``ls`` says of a checkpoint: sizes are checked, not every byte."""
-    damage = list(damage_of(folder, step, sums=False))
-    time = folder.written(step)
+    damage = list(damage_of(folder, name, sums=False))
     listed: dict[str, Any] = {
-        "step": step,
-        "written": f"{time:%Y-%m-%d %H:%M:%S}" if time is not None else None,
+        "step": step_of(name),
+        "folder": name,
+        "written": None,
         "bytes": None,
         "parameters": None,
         "schedule": None,
@@ -140,8 +131,11 @@ def _listed(folder: Folder, step: int) -> dict[str, Any]:
         "width": None,
         "damage": damage,
     }
+    with contextlib.suppress(NotImplementedError):  # the place does not say
+        time = folder.written(name, MANIFEST).astimezone()
+        listed["written"] = f"{time:%Y-%m-%d %H:%M:%S}"
     if not damage:
-        source = Source(folder, read_manifest(folder, step))
+        source = Source(folder, name)
         settings = source.manifest.settings
         listed |= {"bytes": source.manifest.nbytes, "parameters": num_parameters(source)}
         if settings is not None:
@@ -154,21 +148,22 @@ def _listed(folder: Folder, step: int) -> dict[str, Any]:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    folder, steps = _steps(given)
+    folder = Folder(given.path)
     verified = []
-    for step in steps:
+    for name in checkpoints(folder, given.step):
         damage = []
-        for line in damage_of(folder, step, sums=True):
+        for line in damage_of(folder, name, sums=True):
             damage.append(line)
             if not given.json:  # as it is found: reading every byte may take long
                 print(line)
-        manifest = None if damage else read_manifest(folder, step)
+        manifest = None if damage else Source(folder, name).manifest
         files = None if manifest is None else len(manifest.files)
         nbytes = None if manifest is None else manifest.nbytes
-        verified.append({"step": step, "files": files, "bytes": nbytes, "damage": damage})
+        found = {"step": step_of(name), "folder": name, "files": files, "bytes": nbytes}
+        verified.append({**found, "damage": damage})
         if manifest is not None and not given.json:
             size = format_bytes(manifest.nbytes)
-            print(f"{name_of(step)}: whole, {files} files of tensors, {size}")
+            print(f"{name}: whole, {files} files of tensors, {size}")
     if given.json:
         print_json({"path": given.path, "checkpoints": verified})
     return int(any(each["damage"] for each in verified))
@@ -234,5 +229,5 @@ def _export(given: argparse.Namespace) -> None:
 
 
 def _import(given: argparse.Namespace) -> None:
-    import_weights(given.weights, given.out, prefix=given.prefix)
-    print(f"{given.out}: {name_of(0)}")
+    name = import_weights(given.weights, given.out, prefix=given.prefix)
+    print(f"{given.out}: {name}")

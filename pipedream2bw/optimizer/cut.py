@@ -90,7 +90,7 @@ class OptimizerCut:
     Attributes:
         kinds: the fused pass of each, None of those that step by themselves.
         optimizers: the wrapped ones.
-        given: the options of each optimizer's groups, as its user set them.
+        options: those of each optimizer's groups, as its user set them.
         seen: the same after the last step, of those that step by themselves.
         steppers: these, by number and stage.
         extensions: of the optimizer.
@@ -100,7 +100,7 @@ class OptimizerCut:
 
     kinds: Sequence[str | None]
     optimizers: Sequence[torch.optim.Optimizer]
-    given: Sequence[list[dict[str, Any]]]
+    options: Sequence[list[dict[str, Any]]]
     seen: Mapping[int, list[dict[str, Any]]]
     steppers: Mapping[tuple[int, int], StageStepper]
     extensions: Sequence[Extension]
@@ -139,7 +139,7 @@ class OptimizerCut:
         """
         steppers = {number: self.steppers[number, weights.index] for number in self.seen}
         return {
-            number: changed_by(stepper.current_options(), self.given[number], self.seen[number])
+            number: changed_by(stepper.current_options(), self.options[number], self.seen[number])
             for number, stepper in steppers.items()
             if not stepper.is_empty
         }
@@ -152,13 +152,14 @@ class OptimizerCut:
             versions: those that are read again.
         """
         optimizers = []
-        for number, given in enumerate(self.given):
+        for number, options in enumerate(self.options):
             changed = next((each[number] for each in own_changes if number in each), None)
             optimizers.append(
                 SavedOptimizer(
                     kind=type(self.optimizers[number]).__name__,
                     groups=[
-                        {**a, **b} for a, b in zip(given, changed or [{}] * len(given), strict=True)
+                        {**a, **b}
+                        for a, b in zip(options, changed or [{}] * len(options), strict=True)
                     ],
                     members=self._members(self.optimizers[number]),
                     is_empty=number in self.seen and changed is None,

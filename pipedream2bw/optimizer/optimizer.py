@@ -454,7 +454,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return OptimizerCut(
             kinds=self._kinds,
             optimizers=self._wrapped,
-            given=[options_of(optimizer.param_groups) for optimizer in self._wrapped],
+            options=[options_of(optimizer.param_groups) for optimizer in self._wrapped],
             seen=self._options,
             steppers=self._steppers,
             extensions=self.extensions,

@@ -16,6 +16,7 @@ import torch
 
 from tests.exhaustive import exhaustive
 from tests.runs.launch import ROOT, run_ranks
+from tests.runs.saved import saved
 from tests.samples.plans import plan_for
 
 EXAMPLES = ROOT / "examples"
@@ -132,18 +133,18 @@ def test_gpt_that_is_told_to_end_goes_on_with_the_same_bits(tmp_path: Path, text
         return [*common, *at, "--stages", str(stages), "--data", str(text)]
 
     def weights_of(folder: str) -> bytes:
-        (file,) = (tmp_path / folder / "step-00000080").glob("model-*.safetensors")
+        (file,) = saved(tmp_path / folder, 80).glob("model-*.safetensors")
         return file.read_bytes()
 
     run_alone("train_gpt.py", *run_in("undisturbed", 2))
     interrupted = start_alone("train_gpt.py", *run_in("run", 4))
-    while not any((tmp_path / "run").glob("step-????????")):
+    while not any((tmp_path / "run").glob("step-*/checkpoint.json")):
         assert interrupted.poll() is None, interrupted.communicate()
         time.sleep(0.01)
     interrupted.send_signal(signal.SIGTERM)
     printed = interrupted.communicate(timeout=60)
     assert interrupted.returncode == 128 + signal.SIGTERM, printed
-    assert not (tmp_path / "run" / "step-00000080").exists()
+    assert not list((tmp_path / "run").glob("step-00000080-*"))
     run_alone("train_gpt.py", *run_in("run", 2))
     assert weights_of("run") == weights_of("undisturbed")
 

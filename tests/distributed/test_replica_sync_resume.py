@@ -11,9 +11,9 @@ import torch
 from torch import distributed as dist
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.folder import name_of
 from tests.references.seldom_oracle import SeldomOracle
 from tests.runs.launch import run_ranks
+from tests.runs.saved import saved
 from tests.runs.sites import (
     Setting,
     SiteResult,
@@ -37,7 +37,7 @@ def lives(rank: int, world: int, folder: str, setting: Setting, then: Setting) -
         site, store = join_site(folder, f"life{life}", rank, setting.ranks)
         own = Path(folder, f"site{site}")
         if life == 1 and site == 1 and rank % setting.ranks == 0:  # it was lost before it was whole
-            shutil.rmtree(own / name_of(6))
+            shutil.rmtree(saved(own, 6))
         if dist.is_initialized():
             dist.barrier()
         torch.manual_seed(100 * life + site)  # nothing of the former life's beginning

@@ -17,6 +17,7 @@ import torch
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint import finding
 from pipedream2bw.checkpoint import load as loading
+from pipedream2bw.checkpoint.commit import steps_in
 from pipedream2bw.checkpoint.folder import Folder
 from pipedream2bw.errors import DamagedCheckpoint
 from tests.exhaustive import exhaustive
@@ -33,6 +34,7 @@ from tests.runs.lives import (
 )
 from tests.runs.outcomes import Outcome, assert_raised, attempt
 from tests.runs.pickling import Stack, is_message, pickles
+from tests.runs.saved import saved
 from tests.runs.trajectory import assert_close
 
 
@@ -185,7 +187,7 @@ def other_folders(rank: int, world: int, folder: str) -> dict[str, Outcome]:
         outcomes["other files"] = attempt(ckpt.resume)
         Folder.open = read  # type: ignore[method-assign]
         assert ckpt.resume() == 2
-    assert Folder(folder).steps() == [2, 1]
+    assert steps_in(Folder(folder)) == [2, 1]
     return outcomes
 
 
@@ -197,8 +199,8 @@ def test_ranks_that_see_other_folders_all_raise_and_rename_nothing(tmp_path: Pat
         (result.value for result in results),
         {
             "path": ("ValueError", ["path must be the same on every rank", "of-0", "of-1"]),
-            "not there": ("ValueError", ["rank 0 sees step-00000002, rank 1 does not"]),
-            "other files": ("ValueError", ["rank 1 reads step-00000002/", "rank 0 reads a whole"]),
+            "not there": ("ValueError", ["rank 0 sees step-00000002-", ", rank 1 does not"]),
+            "other files": ("ValueError", ["rank 1 reads step-00000002-", "rank 0 reads a whole"]),
         },
     )
 
@@ -260,7 +262,7 @@ def unpickling(rank: int, world: int, folder: str) -> list[Stack]:
         with pd2.Checkpointer(folder, pipe, opt, every=1, preempt=(), extra=extra) as ckpt:
             train_and_save(pipe, opt, ckpt)
         if rank == 0:
-            (path,) = Path(folder).glob("step-00000002/optimizer-00002-*")
+            (path,) = saved(folder, 2).glob("optimizer-00002-*")
             path.write_bytes(path.read_bytes()[:-1])
         with pickles() as found:
             with pytest.raises(DamagedCheckpoint):  # of which the ranks tell each other
@@ -275,7 +277,7 @@ def test_ranks_that_go_on_unpickle_each_others_messages_and_no_file(tmp_path: Pa
     for result in run_ranks(unpickling, 2, args=[str(tmp_path)], timeout=100):
         assert [stack for stack in result.value if not is_message(stack)] == []
         assert any("DamagedCheckpoint" in stack[0] for stack in result.value)
-    assert (tmp_path / "step-00000002.corrupt").is_dir()
+    assert (saved(tmp_path, 2) / "corrupt").exists()
 
 
 OWN_CODE = 5

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.commit import CORRUPT, checkpoints, steps_in
 from pipedream2bw.checkpoint.folder import Folder
 from tests.runs.full_disk import SavingRun, check, saves, short_files
 from tests.runs.launch import ROOT, run_ranks
@@ -85,11 +86,11 @@ def hangs_on_one(rank: int, world: int, victim: int) -> list[tuple[int, str]]:
     ) as pipe:
         opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
         ckpt = pd2.Checkpointer("run", pipe, opt, every=1, preempt=())
-        answers, begin = threading.Event(), Folder.begin
+        answers, make = threading.Event(), Folder.make
 
-        def hung(self: Folder, step: int, nonce: str) -> str:
+        def hung(self: Folder, *names: str) -> None:
             assert answers.wait(60)
-            return begin(self, step, nonce)
+            make(self, *names)
 
         def train(number: int) -> None:
             pipe.train_step(x, target=x)
@@ -101,7 +102,7 @@ def hangs_on_one(rank: int, world: int, victim: int) -> list[tuple[int, str]]:
                     told.append((number, f"raised {error}"))
             told.extend((number, str(warning.message)) for warning in seen)
 
-        with mock.patch.object(Folder, "begin", hung if rank == victim else begin):
+        with mock.patch.object(Folder, "make", hung if rank == victim else make):
             with mock.patch.object(pipe.session.control, "timeout", 0.5):
                 for number in range(12):
                     train(number)
@@ -143,15 +144,15 @@ def waits_for_what_hangs(rank: int, world: int, folder: str) -> dict[str, Any]:
     pipe = Path(folder, "pipe")
     if rank == 1:
         os.mkfifo(pipe)
-    begin, read = Folder.begin, Folder.read
+    make, read = Folder.make, Folder.read
 
     def hang() -> None:
         with open(pipe, "rb"):  # up to when somebody writes
             pass
 
-    def hangs_at_begin(self: Folder, step: int, nonce: str) -> str:
+    def hangs_at_make(self: Folder, *names: str) -> None:
         hang()
-        return begin(self, step, nonce)
+        make(self, *names)
 
     def hangs_at_read(self: Folder, *names: str) -> bytes:
         hang()
@@ -161,7 +162,7 @@ def waits_for_what_hangs(rank: int, world: int, folder: str) -> dict[str, Any]:
     assert [run.train(), run.train()] == ["saved", "saved"]
     run.pipe.flush()
     if rank == 1:
-        Folder.begin = hangs_at_begin  # type: ignore[method-assign]
+        Folder.make = hangs_at_make  # type: ignore[method-assign]
     saving = pd2.save(Path(folder, "own"), run.pipe, run.opt)
     found = {
         "mistake": told(lambda: saving.wait(-1.0 if rank == 1 else None)),
@@ -188,7 +189,8 @@ def test_all_ranks_tell_where_the_file_system_of_one_hangs_and_end(tmp_path: Pat
         assert f"{tmp_path}/own: checkpoint 2 took more than 1 s" in each["wait"][1], each
         assert each["whole"][:2] == ("nothing", "None"), each
         assert each["resume"][0] == "TimeoutError", each
-        assert "run: reading step-00000002: the file system has not" in each["resume"][1], each
+        assert "run: reading step-00000002-" in each["resume"][1], each
+        assert ": the file system has not" in each["resume"][1], each
         assert each["resume"][2] < 8.0, each  # before the other rank gives this one up
         assert each["again"][:2] == ("nothing", "2"), each
 
@@ -231,14 +233,16 @@ def test_ranks_save_to_an_object_store_and_go_on_from_its_newest_whole_checkpoin
     url = f"{bucket}/run"
     run_life(dataclasses.replace(setting, batches=12), life, url)
     folder = Folder(url)
-    assert folder.steps() == [12, 9]
+    assert steps_in(folder) == [12, 9]
+    (name,) = checkpoints(folder, 12)
     damaged = "model-00002-of-00002.safetensors"
-    data = bytearray(folder.read("step-00000012", damaged))
+    data = bytearray(folder.read(name, damaged))
     data[-1] ^= 1
-    with folder.writing("step-00000012", damaged) as file:
+    with folder.writing(name, damaged) as file:
         file.write(data)
     last = run_life(setting, life, url)
     assert [result.value["start"] for result in last] == [9, 9]
     assert differences(whole_of(last), want) == []
-    assert folder.steps() == [24, 21]
-    assert folder.read("step-00000012.corrupt", damaged) == data
+    assert steps_in(folder) == [24, 21]
+    assert folder.read(name, damaged) == data
+    assert CORRUPT in folder.names(name)

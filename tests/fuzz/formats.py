@@ -95,7 +95,7 @@ class _Held:
 
 
 def _read_manifest(data: bytes) -> None:
-    found: Manifest = read_manifest(_Held(data), 40)  # type: ignore[arg-type]
+    found: Manifest = read_manifest(_Held(data), "step-00000040-a")  # type: ignore[arg-type]
     assert repr(of_bytes(to_bytes(found))) == repr(found)
     for part in found.ranks:
         for document in (part.data, part.extra, part.generators):

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import random
-import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder, name_of
-from pipedream2bw.checkpoint.inspecting import damage_of
+from pipedream2bw.checkpoint.commit import CORRUPT, steps_in
+from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder
+from pipedream2bw.checkpoint.source import damage_of
 from pipedream2bw.errors import DamagedCheckpoint
 from pipedream2bw.runtime.local_stages import LocalStage
+from tests.runs.saved import saved
 
 OLDER, NEWEST = 2, 4
 WIDTHS = {"momentum": 64, "split masters": 6}
@@ -92,7 +93,7 @@ class Victim:
         self._log = logging.getLogger("pipedream2bw")
         self._level = self._log.level
         self._log.setLevel(logging.ERROR)  # each resume warns, as it should
-        self.path, self.place = path, path / name_of(NEWEST)
+        self.path = path
         self.folder = Folder(path)
         self.counts = Counts()
         self._batches = [torch.randn(2, 8, WIDTHS[kind]) for _ in range(2 * NEWEST)]
@@ -106,6 +107,7 @@ class Victim:
                 if batch in (OLDER, NEWEST):
                     pd2.save(path, pipe, opt, schedulers=[scheduler]).wait()
                     self._whole[batch] = state_of(pipe, opt, scheduler)
+        self.place, self._older = saved(path, NEWEST), saved(path, OLDER)
         self.files = sorted(each.name for each in self.place.iterdir())
         self.pipe, self.opt = make_pipe(kind, seed + 1)
         self._scheduler = torch.optim.lr_scheduler.StepLR(self.opt, 3)
@@ -116,7 +118,7 @@ class Victim:
         for batch in range(1, 4):
             self._train(self.pipe, self.opt, batch)
             self._scheduler.step()
-        assert list(damage_of(self.folder, NEWEST, sums=True)) == []
+        assert list(damage_of(self.folder, self.place.name, sums=True)) == []
         self.check_resume(NEWEST)
 
         self._buffers = {name for name, _ in self.pipe.named_buffers()}
@@ -151,7 +153,7 @@ class Victim:
         """
         self.counts.made += 1
         about = f"{what}, {self.place.name}/{file_name}"
-        found = list(damage_of(self.folder, NEWEST, sums=True))
+        found = list(damage_of(self.folder, self.place.name, sums=True))
         if not found or not all(f"{self.place.name}/{file_name}" in line for line in found):
             raise AssertionError(f"{about}: verify says {found}")
         self.counts.verified += 1
@@ -184,10 +186,7 @@ class Victim:
             raise AssertionError(f"resume() took {found}, it must take {start}")
         if differ := differences(self.state(), self._whole[start]):
             raise AssertionError(f"resume() from {start} has other bits: {differ}")
-        aside = self.path / f"{self.place.name}.corrupt"
-        if aside.exists():
-            shutil.rmtree(self.place, ignore_errors=True)
-            aside.rename(self.place)
+        (self.place / CORRUPT).unlink(missing_ok=True)
         if start != NEWEST:
             self.counts.resumed += 1
 
@@ -258,13 +257,17 @@ class Victim:
         """Each file is missing, a folder, empty of sense, or the older checkpoint's."""
         for name in self.files:
             quiet = _INDEX * (name == INDEX)
-            other = (self.path / name_of(OLDER) / name).read_bytes()
+            other = (self._older / name).read_bytes()
             for what, data in (("random", random.Random(0).randbytes(500)), ("other", other)):
                 if data != (self.place / name).read_bytes():
                     with self.changed(name, data):
                         self.check(name, f"{what} bytes", resume=True, quiet=quiet)
             with self.changed(name, None):
-                self.check(name, "missing", resume=True, quiet=quiet)
+                if name == MANIFEST:  # without which it is no checkpoint
+                    assert steps_in(self.folder) == [OLDER]
+                    self.check_resume(OLDER)
+                else:
+                    self.check(name, "missing", resume=True, quiet=quiet)
                 (self.place / name).mkdir()
                 self.check(name, "a folder", resume=True, quiet=quiet)
                 (self.place / name).rmdir()
@@ -282,8 +285,8 @@ class Victim:
         """A manifest that is whole gives other sums of a file, or of a tensor."""
         text = (self.place / MANIFEST).read_bytes()
         document = json.loads(text)
-        for name, saved in document["files"].items():
-            for tensor in (None, *saved["tensors"]):
+        for name, of_file in document["files"].items():
+            for tensor in (None, *of_file["tensors"]):
                 changed = json.loads(text)
                 del changed["sum"]
                 where = changed["files"][name]
@@ -306,13 +309,14 @@ class Victim:
             (self.place / "model-00009-of-00009.safetensors", b"foreign"),
             (self.place / "part-00000.json", b"{"),
             (self.path / "step-00000009", None),
+            (self.path / "step-00000010-a", b"a file"),
             (self.path / "step-9", None),
             (self.path / "notes.txt", b"notes"),
             (self.path / "step-00000008.corrupt", None),
         ]
         for path, data in others:
             path.mkdir() if data is None else path.write_bytes(data)
-        assert list(damage_of(self.folder, NEWEST, sums=True)) == []
+        assert list(damage_of(self.folder, self.place.name, sums=True)) == []
         self.check_resume(NEWEST)
         for path, data in others:
             path.rmdir() if data is None else path.unlink()

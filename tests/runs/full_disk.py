@@ -10,7 +10,6 @@ import json
 import os
 import resource
 import subprocess
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +20,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.folder import Folder
+from pipedream2bw.checkpoint.commit import CORRUPT, steps_in
+from pipedream2bw.checkpoint.folder import MANIFEST, Folder
+from pipedream2bw.checkpoint.tensor_file import TENSORS
 from tests.runs.launch import run_ranks
+from tests.runs.saved import saved
 
 X, Y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(0))
 PAGE = resource.getpagesize()
@@ -67,14 +69,9 @@ class SavingRun:
     def state(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self.pipe.state_dict().items()}
 
-    def left(self) -> list[str]:
-        """What is in the folder of checkpoints, when no rank tidies up any more."""
-        deadline = time.monotonic() + 5.0
-        while True:
-            names = sorted(path.name for path in self.path.iterdir())
-            if time.monotonic() > deadline or not any("tmp" in name for name in names):
-                return names
-            time.sleep(0.02)
+    def left(self) -> dict[str, list[str]]:
+        """The files in each folder that saves have left, by the folders' names."""
+        return {path.name: sorted(os.listdir(path)) for path in self.path.iterdir()}
 
     def close(self) -> None:
         self.ckpt.close()
@@ -128,7 +125,7 @@ def saves(
     path = Path(folder, "run")
     run = SavingRun(path)
     told: list[list[str]] = []
-    left: list[list[str]] = []
+    left: list[dict[str, list[str]]] = []
 
     def phase(batches: int, free: int | None) -> None:
         run.pipe.flush()
@@ -170,15 +167,20 @@ def check(found: dict[str, Any], amounts: list[int], cause: str) -> None:
     batches = sum(map(len, told))
     assert (found["start"], found["same"]) == (batches, True), found
     for names in left:
-        assert len(names) == 2, left
-        assert not any("tmp" in name for name in names), left
+        whole = [files for files in names.values() if MANIFEST in files]
+        failed = [files for files in names.values() if MANIFEST not in files]
+        assert len(whole) == 2, left
+        assert not any(name.startswith("part-") for files in whole for name in files), left
+        # The last one alone: the next save removes what is left, and no tensors are.
+        assert len(failed) <= 1, left
+        assert not any(name.endswith(TENSORS) for files in failed for name in files), left
 
 
 def resumes_where_nothing_can_be_written(folder: str) -> None:
     """A run goes on from a folder that cannot be written, from the older checkpoint if need be."""
     path = Path(folder, "run")
-    newest, older = Folder(path).steps()
-    optimizer = next((path / f"step-{newest:08d}").glob("optimizer*"))
+    newest, older = steps_in(Folder(path))
+    optimizer = next(saved(path, newest).glob("optimizer*"))
     with read_only(Path(folder), 0):
         run = SavingRun(path, seed=8)
         assert run.ckpt.resume() == newest
@@ -186,7 +188,7 @@ def resumes_where_nothing_can_be_written(folder: str) -> None:
     with read_only(Path(folder), 0):
         assert run.ckpt.resume() == older
     assert run.ckpt.resume() == older
-    assert f"step-{newest:08d}.corrupt" in run.left()
+    assert (saved(path, newest) / CORRUPT).exists()
     run.close()
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.commit import steps_in
 from pipedream2bw.checkpoint.folder import Folder
 from pipedream2bw.optimizer.shares import is_cut
 from tests.runs.launch import RankResult, run_ranks
@@ -214,7 +215,7 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
     if world > 1:
         dist.barrier()  # all have the process group, whose making ends late without one of them
     diary.begin("opening")
-    model = make_model(setting, life.seed if Folder(folder).steps() else FIRST_SEED)
+    model = make_model(setting, life.seed if steps_in(Folder(folder)) else FIRST_SEED)
     x = torch.zeros(2, WIDTH)
     kinds: dict[str, Any] = {}
     if life.schedule.startswith("interleaved") or life.schedule in V_SHAPED:

@@ -7,6 +7,7 @@ import shutil
 
 _CHECKPOINT, _STEP = "checkpoint-", "step-"
 _WRITTEN_LAST = "trainer_state.json"
+_MANIFEST = "checkpoint.json"  # the pipeline's state is whole with it
 
 
 def newest_whole(folder: str) -> str | None:
@@ -27,22 +28,24 @@ def state_in(checkpoint: str) -> str:
         ValueError: there is none.
     """
     names = sorted(os.listdir(checkpoint)) if os.path.isdir(checkpoint) else []
-    found = [name for name in names if name.startswith(_STEP)]
+    states = [os.path.join(checkpoint, name) for name in names if name.startswith(_STEP)]
+    found = [state for state in states if os.path.exists(os.path.join(state, _MANIFEST))]
     if not found:
         raise ValueError(
-            f"checkpoint: {checkpoint}, it has no folder step-...: a run goes on from what a "
-            "PipelineTrainer saved without save_only_model; load the weights of others by "
-            "from_pretrained()"
+            f"checkpoint: {checkpoint}, it has no folder step-... with a {_MANIFEST}: a run goes "
+            "on from what a PipelineTrainer saved without save_only_model; load the weights of "
+            "others by from_pretrained()"
         )
-    return os.path.join(checkpoint, found[-1])
+    return found[-1]
 
 
-def remove_other_runs(checkpoint: str, step: int) -> None:
+def remove_other_runs(state: str) -> None:
     """Removes the states that an earlier run has left in a ``checkpoint-N``.
 
     Args:
-        step: of the one that stays.
+        state: the folder of the one that stays.
     """
+    checkpoint, mine = os.path.split(state)
     for name in os.listdir(checkpoint):
-        if name.startswith(_STEP) and name != f"{_STEP}{step:08d}":
+        if name.startswith(_STEP) and name != mine:
             shutil.rmtree(os.path.join(checkpoint, name))

@@ -279,7 +279,7 @@ class PipelineTrainer(Trainer):
         saving = pd2.save(output_dir, self.pipe, self.optimizer, schedulers=[self.lr_scheduler])
         saving.wait()
         if self.args.should_save:
-            remove_other_runs(output_dir, saving.step)
+            remove_other_runs(saving.path)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Leaves the weights to :meth:`_load_optimizer_and_scheduler`, when there is a pipeline."""

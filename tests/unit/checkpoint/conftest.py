@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint.folder import Folder
+from pipedream2bw.checkpoint.manifest import Manifest, of_bytes
+from tests.fuzz.formats import corpus_of
 from tests.runs.object_store import object_store
 from tests.unit.checkpoint.trained_run import Trained, runs
 
@@ -66,6 +69,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 def start_trained() -> Iterator[Callable[..., Trained]]:
     with runs() as begin:
         yield begin
+
+
+def manifest_of(step: int, nonce: str = "a") -> Manifest:
+    """A manifest of a batch that lists no files."""
+    manifest = of_bytes(corpus_of("manifest")[0])
+    return dataclasses.replace(manifest, batch=step, nonce=nonce, files={})
 
 
 Hangs = Callable[[str], threading.Event]

@@ -22,11 +22,14 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.commit import CORRUPT, steps_in
 from pipedream2bw.checkpoint.cut import Cut, begin_cut
-from pipedream2bw.checkpoint.folder import MANIFEST, Folder
+from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder
 from pipedream2bw.checkpoint.frequency import Frequency
+from pipedream2bw.checkpoint.tensor_file import TENSORS
 from pipedream2bw.errors import DamagedCheckpoint
 from tests.runs.launch import RankResult, run_ranks
+from tests.runs.saved import saved
 from tests.unit.checkpoint.conftest import Hangs, Run, X
 
 
@@ -46,7 +49,7 @@ def test_it_keeps_the_newest_and_every_so_many(start: Callable[..., Run], tmp_pa
     run = start(keep=2, keep_every=4)
     run.train(11)
     run.ckpt.close()
-    assert Folder(tmp_path / "run").steps() == [11, 10, 8, 4]
+    assert steps_in(Folder(tmp_path / "run")) == [11, 10, 8, 4]
 
 
 def test_a_forked_process_ends_when_it_is_told_to(start: Callable[..., Run]) -> None:
@@ -100,37 +103,36 @@ def test_any_damaged_file_is_named_and_the_next_older_checkpoint_taken(
         states[batch] = run.state()
     run.ckpt.close()
     draw = random.Random(how)
-    used = {path.name for path in (tmp_path / "run" / "step-00000004").iterdir()}
-    whole = {name: (tmp_path / "run" / "step-00000004" / name).read_bytes() for name in used}
+    newest = saved(tmp_path / "run", 4)
+    whole = {path.name: path.read_bytes() for path in newest.iterdir()}
     resumed = start(seed=9)
-    for name in sorted(used - {"model.safetensors.index.json"}):
-        for _ in range(3):
+    for name in sorted(whole.keys() - {INDEX}):
+        # Without its manifest a save is none that has ended: see test_saving_again.py.
+        for _ in range(0 if (name, how) == (MANIFEST, "gone") else 3):
             caplog.clear()
-            damage(tmp_path / "run" / "step-00000004" / name, how, draw)
+            damage(newest / name, how, draw)
             before = resumed.state()
-            with pytest.raises(DamagedCheckpoint, match=f"step-00000004/{name}"):
+            with pytest.raises(DamagedCheckpoint, match=f"{newest.name}/{name}"):
                 pd2.load(tmp_path / "run", resumed.pipe, resumed.opt, step=4)
             assert same(resumed.state(), before)
             assert resumed.ckpt.resume() == 2
             assert same(resumed.state(), states[2])
-            aside = tmp_path / "run" / "step-00000004.corrupt"
             assert name in caplog.text
-            assert "step-00000004.corrupt" in caplog.text
-            aside.rename(tmp_path / "run" / "step-00000004")
-            for each, data in whole.items():
-                (tmp_path / "run" / "step-00000004" / each).write_bytes(data)
+            assert f"{newest.name} is set aside as corrupt" in caplog.text
+            (newest / CORRUPT).unlink()
+            (newest / name).write_bytes(whole[name])
     assert resumed.ckpt.resume() == 4
     assert same(resumed.state(), states[4])
 
 
-def test_a_run_whose_manifests_are_all_lost_does_not_begin_anew(
+def test_a_run_whose_manifests_are_all_damaged_does_not_begin_anew(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
     run = start(every=1)
     run.train(2)
     run.ckpt.close()
     for manifest in (tmp_path / "run").glob(f"step-*/{MANIFEST}"):
-        manifest.unlink()
+        manifest.write_bytes(manifest.read_bytes()[:-1])
     with pytest.raises(DamagedCheckpoint, match="none of 2 checkpoints is whole"):
         start(seed=9).ckpt.resume()
 
@@ -139,7 +141,7 @@ def test_a_foreign_manifest_is_refused_and_stays(start: Callable[..., Run], tmp_
     run = start()
     run.train(1)
     run.ckpt.close()
-    path = tmp_path / "run" / "step-00000001" / MANIFEST
+    path = saved(tmp_path / "run", 1) / MANIFEST
     rest = path.read_bytes().partition(b",")[2].replace(b'"version": 1', b'"version": 2')
     path.write_bytes(b'{"sum": "%08x",' % zlib.crc32(rest) + rest)
     with pytest.raises(ValueError, match="version: 2, it must be 1"):
@@ -167,8 +169,9 @@ def test_saves_that_fail_warn_and_the_third_in_a_row_raises(
         warnings.simplefilter("ignore")
         with pytest.raises(OSError, match=r"3 checkpoints in a row could not be saved.*No space"):
             run.train(5)
-    assert Folder(tmp_path / "run").steps() == [2, 1]
-    assert len(os.listdir(tmp_path / "run")) == 2
+    assert steps_in(Folder(tmp_path / "run")) == [2, 1]
+    (failed,) = {*(tmp_path / "run").iterdir()} - {saved(tmp_path / "run", n) for n in (1, 2)}
+    assert not list(failed.glob(f"*{TENSORS}"))  # the next save removes what is left
     monkeypatch.undo()
     state = run.state()
     resumed = start(seed=8)
@@ -180,15 +183,15 @@ def test_after_a_failure_that_passes_it_saves_again(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = start()
-    commit = Folder.commit
+    write = Folder.write
     failing = True
 
-    def now_and_then(self: Folder, name: str, step: int, manifest: bytes) -> None:
-        if failing:
+    def now_and_then(self: Folder, *names: str, data: bytes) -> None:
+        if failing and names[-1] == MANIFEST:
             raise OSError(30, "Read-only file system")
-        commit(self, name, step, manifest)
+        write(self, *names, data=data)
 
-    monkeypatch.setattr(Folder, "commit", now_and_then)
+    monkeypatch.setattr(Folder, "write", now_and_then)
     with warnings.catch_warnings(record=True) as seen:
         for failing in (True, True, False, True, True, False):  # noqa: B007
             run.train(1)
@@ -197,14 +200,14 @@ def test_after_a_failure_that_passes_it_saves_again(
                 saving.done.exception(10)
         run.ckpt.close()
     assert sum("Read-only" in str(each.message) for each in seen) == 4
-    assert Folder(tmp_path / "run").steps()[0] == 6
+    assert steps_in(Folder(tmp_path / "run"))[0] == 6
 
 
 def test_a_file_system_that_hangs_does_not_stop_training(
     start: Callable[..., Run], hang: Hangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(every=2)
-    answers = hang("begin")
+    answers = hang("make")
     monkeypatch.setattr(run.pipe.session.control, "timeout", 0.3)
     with pytest.warns(
         UserWarning, match=r"TimeoutError: .*/run: checkpoint 2 took more than 0.3 s"
@@ -263,8 +266,8 @@ def test_a_pipeline_has_one_at_a_time(start: Callable[..., Run], tmp_path: Path)
     first.close()  # again, which changes nothing for the other
     run.train(2)
     run.ckpt.close()
-    assert Folder(tmp_path / "run").steps() == [2]
-    assert Folder(tmp_path / "far").steps()[0] > 2
+    assert steps_in(Folder(tmp_path / "run")) == [2]
+    assert steps_in(Folder(tmp_path / "far"))[0] > 2
 
 
 # ---------------------------------------------------------------- frequency
@@ -400,14 +403,14 @@ def test_a_program_that_does_not_wait_for_its_save_tells_that_it_is_lost(
 ) -> None:
     result = run_program(tmp_path, tmp_path / "run", end)
     assert re.search(f"checkpoint 2 was not saved: {reason}", result.stderr), result.stderr
-    assert Folder(tmp_path / "run").steps() == []
+    assert steps_in(Folder(tmp_path / "run")) == []
 
 
 def test_a_program_that_ends_once_its_state_is_copied_saves_it(tmp_path: Path) -> None:
     for number in range(3):
         path = tmp_path / str(number)
         run_program(tmp_path, path, "flush")
-        assert Folder(path).steps() == [2]
+        assert steps_in(Folder(path)) == [2]
 
 
 def test_a_thread_that_has_written_keeps_nothing_of_what_it_wrote(

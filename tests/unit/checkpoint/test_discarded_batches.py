@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.commit import steps_in
 from pipedream2bw.checkpoint.folder import Folder
 
 X = torch.randn(8, 4)
@@ -191,7 +192,7 @@ def test_a_last_batch_that_is_bad_leaves_the_saves_before_it_and_the_signals(
             go.set()
         assert raised.value.discarded == (1,)
         assert signal.getsignal(signal.SIGTERM) == before
-        assert Folder(tmp_path).steps() == [1]
+        assert steps_in(Folder(tmp_path)) == [1]
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["in the drain", "before ckpt.step()"])
@@ -212,7 +213,7 @@ def test_a_signal_in_a_bad_batch_saves_the_run_without_it(is_known: bool, tmp_pa
         warns = pytest.warns(UserWarning, match="on purpose.* Discarded: train_steps 2")
         with warns, pytest.raises(pd2.Preempted):
             ckpt.step()
-    assert Folder(tmp_path).steps() == [2]
+    assert steps_in(Folder(tmp_path)) == [2]
 
 
 def test_a_signal_before_the_end_saves_the_run_without_the_last_batch_that_is_bad(
@@ -229,7 +230,7 @@ def test_a_signal_before_the_end_saves_the_run_without_the_last_batch_that_is_ba
             ckpt.step()
         os.kill(os.getpid(), signal.SIGTERM)
         go.set()
-    assert Folder(tmp_path).steps() == [1]
+    assert steps_in(Folder(tmp_path)) == [1]
 
 
 def test_a_loss_from_before_a_load_is_not_one_of_a_batch_discarded_after_it(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
+from tests.runs.saved import saved
 from tests.unit.checkpoint.trained_run import WIDTH, Trained, make_model
 
 
@@ -91,4 +92,4 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once_or_fails_the_save(
     run.train(1, 2)
     ckpt.step()
     ckpt.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    assert list(tmp_path.iterdir()) == [saved(tmp_path, 2)]

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.folder import Folder
+from pipedream2bw.checkpoint.commit import ABANDONED, steps_in
+from pipedream2bw.checkpoint.folder import Folder, step_of
 from pipedream2bw.checkpoint.frequency import Frequency
 from pipedream2bw.errors import DamagedCheckpoint
+from tests.runs.saved import saved
 from tests.unit.checkpoint.conftest import Run, X
 
 Start = Callable[..., Run]
@@ -75,23 +77,23 @@ def test_going_back_waits_for_the_saves_of_the_other_branch(
     assert run.ckpt.under_way
     assert run.ckpt.resume(step=2) == 2
     assert not run.ckpt.under_way
-    assert Folder(tmp_path / "run").steps() == [2]
-    assert (tmp_path / "run" / "step-00000006.abandoned").is_dir()
+    assert steps_in(Folder(tmp_path / "run")) == [2]
+    assert (saved(tmp_path / "run", 6) / ABANDONED).exists()
 
 
 def test_a_signal_after_the_batch_was_saved_saves_it_no_second_time(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = f"memory://{uuid.uuid4()}"  # where both would write the same files
+    path = f"memory://{uuid.uuid4()}"
     begun: list[int] = []
-    begin = Folder.begin
+    make = Folder.make
 
-    def slowly(self: Folder, step: int, nonce: str) -> str:
-        begun.append(step)
+    def slowly(self: Folder, *names: str) -> None:
+        begun.extend(map(step_of, names))
         time.sleep(0.2)
-        return begin(self, step, nonce)
+        make(self, *names)
 
-    monkeypatch.setattr(Folder, "begin", slowly)
+    monkeypatch.setattr(Folder, "make", slowly)
     run = start(path, every=2)
     run.train(2)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -105,7 +107,7 @@ def test_a_run_that_goes_back_leaves_the_other_branch_aside(start: Start, tmp_pa
     run = start(every=2, keep=2)
     states = states_of(run, 8)
     run.ckpt.close()
-    assert Folder(tmp_path / "run").steps() == [8, 6]
+    assert steps_in(Folder(tmp_path / "run")) == [8, 6]
     again = start(seed=3, every=1, keep=2)
     with pytest.raises(ValueError, match=r"step: 4, .* has \[8, 6\]"):
         again.ckpt.resume(step=4)
@@ -113,8 +115,8 @@ def test_a_run_that_goes_back_leaves_the_other_branch_aside(start: Start, tmp_pa
     assert same(again.state(), states[6])
     again.train(1)
     again.ckpt.close()
-    assert Folder(tmp_path / "run").steps() == [7, 6]
-    assert (tmp_path / "run" / "step-00000008.abandoned").exists()
+    assert steps_in(Folder(tmp_path / "run")) == [7, 6]
+    assert (saved(tmp_path / "run", 8) / ABANDONED).exists()
     assert start(seed=4).ckpt.resume() == 7
 
 
@@ -132,7 +134,7 @@ def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(
     pd2.load(tmp_path / "run", forgotten.pipe, forgotten.opt, step=2)
     with pytest.raises(ValueError, match="this run is at 3"):
         forgotten.train(1)
-    assert Folder(tmp_path / "run").steps() == [4, 2]
+    assert steps_in(Folder(tmp_path / "run")) == [4, 2]
 
 
 def test_if_no_checkpoint_is_whole_the_run_does_not_begin_anew(
@@ -141,7 +143,7 @@ def test_if_no_checkpoint_is_whole_the_run_does_not_begin_anew(
     run = start(every=1)
     run.train(2)
     run.ckpt.close()
-    files = [next((tmp_path / "run" / f"step-0000000{n}").glob("model-*")) for n in (1, 2)]
+    files = [next(saved(tmp_path / "run", n).glob("model-*")) for n in (1, 2)]
     for file in files:
         file.write_bytes(file.read_bytes()[:-1])
     again = start(seed=2)
@@ -150,7 +152,7 @@ def test_if_no_checkpoint_is_whole_the_run_does_not_begin_anew(
             DamagedCheckpoint, match="none of 2 checkpoints is whole: step-00000002"
         ):
             again.ckpt.resume()
-    assert Folder(tmp_path / "run").steps() == [2, 1]
+    assert steps_in(Folder(tmp_path / "run")) == [2, 1]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_passed_over(
@@ -162,7 +164,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
     opened = Folder.open
 
     def broken(self: Folder, *names: str, **options: Any) -> Any:
-        if names[0] == "step-00000002":
+        if step_of(names[0]) == 2:
             raise OSError(5, "Input/output error")
         return opened(self, *names, **options)
 
@@ -206,7 +208,7 @@ def test_the_first_of_every_so_many_stays_whenever_saves_come(
             run.pipe.flush()
             saving.done.result(10)
     run.ckpt.close()
-    assert Folder(tmp_path / "run").steps() == [38, 36, 24, 13]
+    assert steps_in(Folder(tmp_path / "run")) == [38, 36, 24, 13]
 
 
 def test_a_signal_in_an_evaluation_waits_until_the_batch_is_counted(start: Start) -> None:
@@ -226,17 +228,17 @@ def test_a_write_that_never_returns_fails_and_the_next_is_made(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(every="0.01s")
-    begin, hangs = Folder.begin, threading.Event()
+    make, hangs = Folder.make, threading.Event()
     number = 0
 
-    def wait(self: Folder, step: int, nonce: str) -> str:
+    def wait(self: Folder, *names: str) -> None:
         nonlocal number
         number += 1
         if number == 1:
             hangs.wait(30)
-        return begin(self, step, nonce)
+        make(self, *names)
 
-    monkeypatch.setattr(Folder, "begin", wait)
+    monkeypatch.setattr(Folder, "make", wait)
     monkeypatch.setattr(run.pipe.session.control, "timeout", 0.3)
 
     def until_the_next() -> None:
@@ -248,7 +250,7 @@ def test_a_write_that_never_returns_fails_and_the_next_is_made(
     hangs.set()
     monkeypatch.setattr(run.pipe.session.control, "timeout", 10.0)
     run.ckpt.close()
-    assert Folder(tmp_path / "run").steps()
+    assert steps_in(Folder(tmp_path / "run"))
 
 
 class Changing:

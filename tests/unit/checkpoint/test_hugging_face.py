@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors.torch import load_file
 
 import pipedream2bw as pd2
+from tests.runs.saved import saved
 
 if os.environ.get("PIPEDREAM2BW_REQUIRE_ALL") != "1":
     pytest.importorskip(
@@ -50,7 +51,7 @@ def test_a_trained_gpt2_is_read_by_from_pretrained(
                 pipe.train_step(input_ids=TOKENS, use_cache=False, target=TOKENS)
                 opt.step()
                 ckpt.step()
-        folder = tmp_path / "step-00000002"
+        folder = saved(tmp_path, 2)
         index = json.loads((folder / "model.safetensors.index.json").read_bytes())
         weights = [load_file(folder / name) for name in set(index["weight_map"].values())]
         assert set(index["weight_map"]) == {name for each in weights for name in each}

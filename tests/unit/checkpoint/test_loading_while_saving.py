@@ -51,7 +51,7 @@ def test_a_load_waits_for_a_save_that_reads_frozen_weights(
     pd2.save(tmp_path / "others", run.pipe, run.opt).wait()
     run.pipe.load_state_dict(before)
 
-    answers = hang("begin")
+    answers = hang("make")
     saving = pd2.save(tmp_path / "run", run.pipe, run.opt)
     timer = threading.Timer(0.5, answers.set)
     timer.start()
@@ -72,7 +72,7 @@ def test_a_load_gives_up_where_the_save_hangs_and_changes_nothing(
     run: Trained, hang: Hangs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = state(run)
-    answers = hang("begin")
+    answers = hang("make")
     saving = pd2.save(tmp_path, run.pipe, run.opt)
     monkeypatch.setattr(run.pipe.session.control, "timeout", 1.0)
     with pytest.raises(TimeoutError, match=r"a save under way has not ended within 0.5 s"):
@@ -102,7 +102,7 @@ def test_a_load_waits_for_copies_alone_without_frozen_weights(
     run.train(0, 2)
     run.pipe.flush()
     before = state(run)
-    answers = hang("begin")
+    answers = hang("make")
     saving = pd2.save(tmp_path, run.pipe, run.opt)
     run.pipe.load_state_dict({name: value + 1 for name, value in before.items()})
     assert not saving.done.done()

@@ -20,8 +20,8 @@ def test_a_manifest_of_other_ranks_than_it_says_is_refused(tmp_path: Path, num_r
     del document["sum"]
     document["settings"]["num_ranks"] = num_ranks
     rest = json.dumps(document)[1:].encode()
-    place = tmp_path / name_of(40)
+    place = tmp_path / name_of(40, "a")
     place.mkdir()
     (place / MANIFEST).write_bytes(b'{"sum": "%08x",' % zlib.crc32(rest) + rest)
     with pytest.raises(DamagedCheckpoint, match=f"ranks 0, there must be {num_ranks}"):
-        read_manifest(Folder(tmp_path), 40)
+        read_manifest(Folder(tmp_path), place.name)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.commit import checkpoints
 from pipedream2bw.checkpoint.folder import Folder
 from tests.runs.pickling import pickles
 from tests.unit.checkpoint.conftest import Run
@@ -23,7 +24,8 @@ EXTRA = {"a": [1, torch.ones(1), np.arange(2)], "b": {"c": (2.5, None)}}
 
 def damage_newest(path: Path | str) -> None:
     """Changes a bit of a file of checkpoint 2."""
-    folder, place = Folder(path), ("step-00000002", "model-00001-of-00001.safetensors")
+    folder = Folder(path)
+    place = (checkpoints(folder, 2)[0], "model-00001-of-00001.safetensors")
     data = bytearray(folder.read(*place))
     data[-1] ^= 1
     with folder.writing(*place) as file:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+import pipedream2bw as pd2
 from pipedream2bw.__main__ import main
-from pipedream2bw.checkpoint.folder import MANIFEST, UNFINISHED, Folder
+from pipedream2bw.checkpoint.commit import CORRUPT, checkpoints, commit, remove, steps_in
+from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder, name_of
+from tests.unit.checkpoint.conftest import manifest_of
 from tests.unit.checkpoint.test_checkpointer import Run, same
 
 
@@ -37,9 +41,9 @@ def test_a_run_in_an_object_store_is_kept_listed_verified_and_gone_on_with(
         run.train(1)
         states[batch] = run.state()
     run.ckpt.close()
-    assert folder.steps() == [5, 4]
-    assert {name.split("/")[1] for name in names(folder)} == {"step-00000005", "step-00000004"}
-    assert not [name for name in names(folder) if "part-" in name or UNFINISHED in name]
+    assert steps_in(folder) == [5, 4]
+    assert {name.split("/")[1] for name in names(folder)} == set(checkpoints(folder))
+    assert not [name for name in names(folder) if "part-" in name]
     assert main(["checkpoint", "verify", s3_url]) == 0
     assert main(["checkpoint", "ls", s3_url]) == 0
     assert main(["checkpoint", "show", s3_url]) == 0
@@ -48,9 +52,10 @@ def test_a_run_in_an_object_store_is_kept_listed_verified_and_gone_on_with(
     # Both go on with the same bits.
     resumed.train(2)
     resumed.ckpt.close()
-    assert folder.steps() == [7, 6]
+    assert steps_in(folder) == [7, 6]
 
-    optimizer = next(n for n in names(folder) if n.startswith("/step-00000007/optimizer"))
+    newest = checkpoints(folder, 7)[0]
+    optimizer = next(n for n in names(folder) if n.startswith(f"/{newest}/optimizer"))
     data = bytearray(folder.read(optimizer[1:]))
     data[-1] ^= 1
     with folder.writing(optimizer[1:]) as file:
@@ -58,66 +63,55 @@ def test_a_run_in_an_object_store_is_kept_listed_verified_and_gone_on_with(
     capsys.readouterr()
     assert main(["checkpoint", "verify", s3_url]) == 1
     assert optimizer[1:] in capsys.readouterr().out
-    state = run.state()
+    state, before = run.state(), names(folder)
     assert run.ckpt.resume() == 6
     assert not same(run.state(), state)
-    aside = [name for name in names(folder) if name.startswith("/step-00000007.corrupt/")]
-    assert len(aside) == len([n for n in names(folder) if n.startswith("/step-00000006/")])
-    assert not [name for name in names(folder) if name.startswith("/step-00000007/")]
+    assert names(folder) == sorted([*before, f"/{newest}/{CORRUPT}"])
+    assert steps_in(folder) == [6]
 
 
-def test_what_an_interrupted_save_left_in_an_object_store_is_removed_and_nothing_else(
-    runs: list[Run], s3_url: str
+def test_what_a_dead_save_left_in_an_object_store_is_removed_and_nothing_else(
+    runs: list[Run], s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, resumed = runs
     run.train(2)
     run.ckpt.close()
-    folder = Folder(s3_url)
-    with folder.writing(folder.begin(9, "a"), "model-00001-of-00001.safetensors") as file:
+    folder, left = Folder(s3_url), name_of(9, "a")
+    with folder.writing(left, "model-00001-of-00001.safetensors") as file:
         file.write(b"half")
-    with folder.writing("step-00000011", "somebody's") as file:
+    with folder.writing("step-11", "somebody's") as file:
         file.write(b"1")
-    assert folder.steps() == [2, 1]
     assert resumed.ckpt.resume() == 2
-    assert {name.split("/")[1] for name in names(folder)} == {
-        "step-00000001",
-        "step-00000002",
-        "step-00000011",
-    }
-
-
-def test_a_step_that_is_saved_again_is_whole_meanwhile(s3_url: str) -> None:
-    folder = Folder(s3_url)
-    for nonce in ("a", "b"):
-        name = folder.begin(3, nonce)
-        assert folder.steps() == ([] if nonce == "a" else [3])
-        with folder.writing(name, "data") as file:
-            file.write(nonce.encode())
-        folder.commit(name, 3, b"{}")
-        folder.end_save(name)
-        assert folder.steps() == [3]
-        assert folder.read(name, "data") == nonce.encode()
-    assert names(folder) == [f"/step-00000003/{MANIFEST}", "/step-00000003/data"]
+    resumed.train(1)
+    resumed.ckpt.close()
+    assert left in folder.saves(), "it may yet be written by a run that lives"
+    monkeypatch.setattr(resumed.pipe.session.control, "timeout", 1.0)
+    time.sleep(2.1)  # the store's clock has seconds
+    pd2.save(s3_url, resumed.pipe, resumed.opt).wait(60)
+    assert {name.split("/")[1] for name in names(folder)} == {*checkpoints(folder), "step-11"}
+    assert steps_in(folder) == [3, 2]
 
 
 def test_what_another_process_writes_is_seen_at_once(s3_url: str) -> None:
     folder, other = Folder(s3_url), Folder(s3_url)
     other.fs = type(folder.fs)(skip_instance_cache=True)  # as that of another process
-    assert folder.steps() == []
+    assert steps_in(folder) == []
     for step, size in ((1, 10), (2, 20), (1, 30)):
-        name = other.begin(step, str(size))
-        assert folder.holds(name, MANIFEST) == (size == 30)
-        folder.fs.ls(folder.at(name))  # which it remembers
+        name = name_of(step, str(size))
+        other.make(name)
+        assert not folder.holds(name, MANIFEST)
+        folder.names(name)  # which it remembers
         with other.writing(name, "data") as file:
             file.write(bytes(size))
-        other.commit(name, step, b"{}")
+        commit(other, name, manifest_of(step))
         assert folder.holds(name, MANIFEST)
-        assert step in folder.steps()
+        assert checkpoints(folder, step) == [name]
         assert folder.size(name, "data") == size
         with folder.open(name, "data") as file:
             assert file.read() == bytes(size)
-    other.remove(1)
-    assert folder.steps() == [2]
+        assert folder.names(name) == {"data", INDEX, MANIFEST}
+    remove(other, name)
+    assert steps_in(folder) == [2]
 
 
 def test_weights_are_loaded_from_an_object_store_and_others_go_there(

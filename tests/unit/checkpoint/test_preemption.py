@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.commit import steps_in
 from pipedream2bw.checkpoint.folder import Folder
+from tests.runs.saved import saved
 from tests.unit.checkpoint.conftest import Run, X, Y
 
 Start = Callable[..., Run]
@@ -37,7 +39,7 @@ def test_one_after_the_last_step_saves_the_run_and_ends_it(
         run.train(3)
         come()
     assert ended.value.code == 128 + signal.SIGTERM
-    assert Folder(tmp_path / "run").steps() == [3]
+    assert steps_in(Folder(tmp_path / "run")) == [3]
     assert not run.pipe.session.ending.is_open
     run.ckpt.close()
     assert handed_on == []
@@ -49,7 +51,7 @@ def test_one_after_a_last_step_that_is_saved_ends_the_run(start: Start, tmp_path
     come()
     with pytest.raises(pd2.Preempted):
         run.ckpt.close()
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000003"]
+    assert list((tmp_path / "run").iterdir()) == [saved(tmp_path / "run", 3)]
 
 
 def test_one_in_a_batch_that_is_not_counted_does_what_it_did_before(
@@ -65,7 +67,7 @@ def test_one_in_a_batch_that_is_not_counted_does_what_it_did_before(
     assert handed_on == [signal.SIGTERM]
     run.ckpt.close()
     assert handed_on == [signal.SIGTERM]
-    assert Folder(tmp_path / "run").steps() == [2]
+    assert steps_in(Folder(tmp_path / "run")) == [2]
 
 
 @pytest.mark.parametrize("fails", ["the program", "the pipeline"])

@@ -16,6 +16,7 @@ from torch import nn
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint.copies import HostMemory
 from pipedream2bw.checkpoint.folder import Folder
+from tests.runs.saved import saved
 from tests.samples.models import TASKS
 from tests.unit.checkpoint.trained_run import (
     BATCHES,
@@ -185,7 +186,7 @@ def test_a_tied_and_a_frozen_model_are_saved_once(
     first.train(4, 9)
     want = first.finish()
     saving.done.result(20)
-    newest = load_file(tmp_path / "step-00000004" / "model-00001-of-00001.safetensors")
+    newest = load_file(saved(tmp_path, 4) / "model-00001-of-00001.safetensors")
     assert sorted(newest) == ["a.bias", "a.weight", "b.bias", "b.weight", "c.bias"]
     torch.manual_seed(5)
     second = start_trained(model=Tied(), num_stages=2)
@@ -202,7 +203,7 @@ def test_the_newest_weights_are_a_checkpoint_of_hugging_faces_form(
     run.train(0, 3)
     pd2.save(tmp_path, run.pipe, run.opt).wait()
     state = {name: value.clone() for name, value in run.pipe.state_dict().items()}
-    folder = tmp_path / "step-00000003"
+    folder = saved(tmp_path, 3)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     found = {name: load_file(folder / file)[name] for name, file in index["weight_map"].items()}
     assert set(found) == set(state)
@@ -281,13 +282,13 @@ def test_tensors_in_lists_are_saved_as_they_were_between_the_batches(
     start_trained: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    begin = Folder.begin
+    make_folder = Folder.make
 
-    def slow(self: Folder, *args: Any) -> str:
+    def slow(self: Folder, *names: str) -> None:
         assert go.wait(20)
-        return begin(self, *args)
+        make_folder(self, *names)
 
-    monkeypatch.setattr(Folder, "begin", slow)
+    monkeypatch.setattr(Folder, "make", slow)
 
     def make(parameters: Any) -> list[torch.optim.Optimizer]:
         return [WithList(parameters, lr=0.01)]

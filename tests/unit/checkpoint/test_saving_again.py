@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +15,10 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.cut import MODEL
+from pipedream2bw.checkpoint.commit import checkpoints, clean, steps_in
 from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder
-from pipedream2bw.checkpoint.inspecting import damage_of
 from pipedream2bw.checkpoint.manifest import read_manifest
-from pipedream2bw.checkpoint.source import Source
+from pipedream2bw.checkpoint.source import Source, damage_of
 from pipedream2bw.errors import StageError
 from tests.unit.checkpoint.conftest import Run, X
 from tests.unit.checkpoint.trained_run import Keeper
@@ -32,24 +31,33 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def newest(path: str) -> str:
     """The nonce of the newest checkpoint, of which every byte has been compared."""
-    source = Source.newest(Folder(path))
-    assert list(damage_of(source.folder, source.manifest.batch, sums=True)) == []
-    assert index_is_there(source)
-    return source.manifest.nonce
-
-
-def index_is_there(source: Source) -> bool:
-    """Whether the files are there in which the index finds all the newest weights."""
-    found = json.loads(source.folder.read(source.name, INDEX))["weight_map"]
-    files = set(found.values())
-    is_there = all(source.folder.holds(source.name, name) for name in files)
-    return is_there and set(found) == set(source.places(MODEL))
-
-
-def names(path: str) -> set[str]:
-    """All files, without their folders."""
     folder = Folder(path)
-    return {name.rpartition("/")[2] for name in folder.fs.find(folder.root)}
+    name = checkpoints(folder)[0]
+    assert list(damage_of(folder, name, sums=True)) == []
+    return Source(folder, name).manifest.nonce
+
+
+def with_files(folder: Folder) -> set[str]:
+    """What is in the folder, but for folders that are empty, of which a store knows nothing."""
+    return {name for name in folder.names() if folder.names(name)}
+
+
+def assert_nothing_else(path: str) -> None:
+    """Nothing is there but whole checkpoints of step 1."""
+    folder = Folder(path)
+    names = checkpoints(folder, 1)
+    assert with_files(folder) == set(names)
+    for name in names:
+        assert list(damage_of(folder, name, sums=True)) == []
+    files = set(read_manifest(folder, names[0]).files)
+    assert files | {MANIFEST, INDEX} <= folder.names(names[0])
+
+
+CHANGES = {
+    os: ("rename", "replace", "link", "rmdir", "fsync", "remove", "unlink"),
+    Folder: ("make", "writing", "write_nothing", "remove"),
+}
+"""What changes a file system."""
 
 
 @pytest.fixture
@@ -77,10 +85,9 @@ def look_always(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]
 
             monkeypatch.setattr(owner, name, call)
 
-        for name in ("rename", "rmdir", "fsync", "remove", "unlink"):
-            looking(os, name)
-        for name in ("writing", "_remove_file", "_remove_all", "begin"):
-            looking(Folder, name)
+        for owner, names in CHANGES.items():
+            for name in names:
+                looking(owner, name)
 
     return begin
 
@@ -102,7 +109,10 @@ def test_a_step_that_is_saved_again_is_whole_at_every_moment(
     assert seen == sorted(seen, key=nonces.index), "a former one came back"
     assert min(seen.count(nonce) for nonce in nonces) > 3
     assert pd2.load(path, run.pipe, run.opt) == {"round": 2}
-    assert names(path) == {*read_manifest(Folder(path), 1).files, MANIFEST, INDEX}
+    (name,) = checkpoints(Folder(path), 1)
+    files = read_manifest(Folder(path), name).files
+    assert Folder(path).names(name) == {*files, MANIFEST, INDEX}
+    assert_nothing_else(path)
 
 
 def test_a_second_save_that_fails_leaves_the_first_one(
@@ -113,23 +123,22 @@ def test_a_second_save_that_fails_leaves_the_first_one(
     pd2.save(path, run.pipe, run.opt, extra={"round": 0}).wait()
     first = newest(path)
     writing = Folder.writing
-    of_store = path.startswith("memory:")
     for full in ("model-", "optimizer-", "rank-", "part-", MANIFEST, INDEX):
 
         def fails(self: Folder, *names: str, full: str = full) -> Any:
-            if names[-1].lstrip(".").startswith(full):
+            if names[-1].startswith(full):
                 raise OSError(28, "No space left on device")
             return writing(self, *names)
 
         monkeypatch.setattr(Folder, "writing", fails)
         with pytest.raises(OSError, match="No space left"):
             pd2.save(path, run.pipe, run.opt, extra={"round": 1}).wait()
-        # In an object store the index follows the manifest, with which the second one is whole.
-        assert (newest(path) == first) == (full != INDEX or not of_store)
+        assert newest(path) == first
     monkeypatch.setattr(Folder, "writing", writing)
-    assert pd2.load(path, run.pipe, run.opt) == {"round": int(of_store)}
+    assert pd2.load(path, run.pipe, run.opt) == {"round": 0}
     pd2.save(path, run.pipe, run.opt, extra={"round": 1}).wait()
     assert pd2.load(path, run.pipe, run.opt) == {"round": 1}
+    assert_nothing_else(path)
 
 
 class Killed(BaseException):
@@ -159,16 +168,15 @@ def calls_of(
         patch.setattr(owner, name, change)
 
     with monkeypatch.context() as patch:
-        for name in ("rename", "rmdir", "fsync", "remove", "unlink"):
-            ending(os, name)
-        for name in ("writing", "_remove_file", "_remove_all"):
-            ending(Folder, name)
+        for owner, names in CHANGES.items():
+            for name in names:
+                ending(owner, name)
         with contextlib.suppress(Killed):
             call()
     return count, last
 
 
-def test_what_a_second_save_left_that_was_killed_anywhere_goes_with_the_next_start(
+def test_a_second_save_that_was_killed_anywhere_leaves_a_whole_checkpoint_and_no_more(
     path: str, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start(path, every=1000)
@@ -187,10 +195,64 @@ def test_what_a_second_save_left_that_was_killed_anywhere_goes_with_the_next_sta
         found.append(nonce != first)
         assert run.ckpt.resume() == 1
         assert newest(path) == nonce, last
-        assert names(path) == {*read_manifest(Folder(path), 1).files, MANIFEST, INDEX}, last
+        clean(Folder(path), -1.0, but="")
+        assert newest(path) == nonce, last
+        assert_nothing_else(path)
         first, kill_at = nonce, kill_at + 1
-    assert found.count(True) > 2  # killed when the manifest had been exchanged
+    assert found.count(True) > 2  # killed when the manifest was there
     assert found.count(False) > 5
+
+
+def test_a_first_save_that_was_killed_anywhere_is_whole_or_nothing(
+    path: str, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(path, every=1000)
+    run.train(1)
+    found, was_killed, kill_at = [], True, 0
+    while was_killed:
+        place = f"{path}-{kill_at}"
+        count, _ = calls_of(
+            monkeypatch, kill_at, lambda at=place: pd2.save(at, run.pipe, run.opt).wait()
+        )
+        was_killed = count > kill_at
+        found.append(steps_in(Folder(place)))
+        clean(Folder(place), -1.0, but="")
+        if found[-1]:
+            assert_nothing_else(place)
+        else:
+            assert not with_files(Folder(place))
+        kill_at += 1
+    assert found == sorted(found)
+    assert found.count([]) > 5
+    assert found.count([1]) > 1
+
+
+def test_a_save_that_another_run_writes_is_not_taken_for_a_dead_one(
+    path: str, start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, other = start(path, every=1000), start(path, every=1000)
+    for each in (run, other):
+        each.train(1)
+    begun, goes_on = threading.Event(), threading.Event()
+    writing = Folder.writing
+
+    def waits(self: Folder, *names: str) -> Any:
+        if names[-1].startswith("rank-") and not begun.is_set():
+            begun.set()
+            assert goes_on.wait(60)
+        return writing(self, *names)
+
+    monkeypatch.setattr(Folder, "writing", waits)
+    saving = pd2.save(path, run.pipe, run.opt)
+    run.pipe.flush()
+    assert begun.wait(60)
+    assert other.ckpt.resume() == 0
+    other.train(1)
+    pd2.save(path, other.pipe, other.opt).wait()
+    goes_on.set()
+    saving.wait()
+    assert steps_in(Folder(path)) == [2, 1]
+    assert list(damage_of(Folder(path), checkpoints(Folder(path), 1)[0], sums=True)) == []
 
 
 @pytest.mark.parametrize("stops", [False, True])

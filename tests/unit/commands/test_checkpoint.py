@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 import pipedream2bw as pd2
 from pipedream2bw.__main__ import main
 from pipedream2bw.model.checkpoint import open_checkpoint
+from tests.runs.saved import saved
 
 WIDTH = 6
 
@@ -131,22 +132,22 @@ def test_ls_gives_a_line_for_each_checkpoint_and_names_what_has_another_size(
     num_parameters = sum(p.numel() for p in Model(0).parameters())
     for number, line in ((1, of_one), (2, of_two)):
         words = line.split()
-        assert words[0] == str(number)
+        assert words[:2] == [str(number), saved(copied, number).name]
         assert words[-5:] == [str(num_parameters), "2bw", "2", "1", "whole"]
-    with open(copied / "step-00000002/older-1-00001-of-00001.safetensors", "ab") as file:
+    with open(saved(copied, 2) / "older-1-00001-of-00001.safetensors", "ab") as file:
         file.write(b"0")
-    (copied / "step-00000001/checkpoint.json").write_text("{}")
+    (saved(copied, 1) / "checkpoint.json").write_text("{}")
     out = called(capsys, "ls", copied)
     assert out.count(" damaged\n") == 2
-    assert "step-00000002/older-1-00001-of-00001.safetensors: " in out
-    assert "step-00000001/checkpoint.json: " in out
+    assert f"{saved(copied, 2).name}/older-1-00001-of-00001.safetensors: " in out
+    assert f"{saved(copied, 1).name}/checkpoint.json: " in out
 
 
 def test_verify_names_each_damaged_tensor_and_file(
     capsys: pytest.CaptureFixture[str], copied: Path
 ) -> None:
     assert called(capsys, "verify", copied).count("whole") == 2
-    newest = copied / "step-00000002"
+    newest = saved(copied, 2)
     for kind in ("model", "optimizer"):
         path = newest / f"{kind}-00001-of-00001.safetensors"
         last = list(load_file(path))[-1]  # the header is sorted by place
@@ -162,20 +163,21 @@ def test_verify_names_each_damaged_tensor_and_file(
     out = called(capsys, "verify", copied, code=1)
     assert f"{newest.name}/model.safetensors.index.json: " in out
     assert f"{newest.name}/rank-00001-of-00001.safetensors: " in out
-    assert "step-00000001: whole" in out
+    assert f"{saved(copied, 1).name}: whole" in out
 
 
 def test_show_gives_the_manifest_and_every_tensor(
     capsys: pytest.CaptureFixture[str], run: Run
 ) -> None:
     out = called(capsys, "show", run.folder, "--step", 1)
-    assert out.startswith("step-00000001: 1 optimizer steps, 1 train_steps\nschedule 2bw, 2 stages")
+    name = saved(run.folder, 1).name
+    assert out.startswith(f"{name}: 1 optimizer steps, 1 train_steps\nschedule 2bw, 2 stages")
     assert "AdamW: lr=0.01" in out
     assert "4.weight is 0.weight" in out
     lines = {" ".join(line.split()) for line in out.splitlines()}
     assert "0.weight float32 [6, 6] model-00001-of-00001.safetensors" in lines
     assert "0.weight/exp_avg float32 [6, 6] optimizer-00001-of-00001.safetensors" in lines
-    assert "step-00000002" in called(capsys, "show", run.folder)
+    assert saved(run.folder, 2).name in called(capsys, "show", run.folder)
 
 
 def test_exports_are_read_by_those_whose_formats_they_are(
@@ -219,10 +221,10 @@ def test_an_export_of_a_damaged_checkpoint_or_over_something_is_refused(
     assert "it exists" in error
     assert (tmp_path / "model.pt").read_text() == "mine"
     assert "it exists" in refused(capsys, "export", copied, "--to", "hf", copied)
-    flip_last_bit(copied / "step-00000002/model-00001-of-00001.safetensors")
+    flip_last_bit(saved(copied, 2) / "model-00001-of-00001.safetensors")
     for to in ("hf", "torch", "dcp"):
         error = refused(capsys, "export", copied, "--to", to, tmp_path / f"new-{to}")
-        assert "step-00000002/model-00001-of-00001.safetensors: " in error
+        assert f"{saved(copied, 2).name}/model-00001-of-00001.safetensors: " in error
         called(capsys, "export", copied, "--step", 1, "--to", to, tmp_path / f"older-{to}")
     assert "no checkpoint 3, there are 2, 1" in refused(capsys, "show", copied, "--step", 3)
     assert "0 checkpoints" in refused(capsys, "ls", tmp_path / "nowhere")
@@ -236,7 +238,7 @@ def test_a_run_begins_with_weights_that_were_imported(
     options: list[str] = []
     if form == "memory":
         out = f"memory://{tmp_path.name}"
-        save_file(load_file(run.folder / "step-00000002/model-00001-of-00001.safetensors"), weights)
+        save_file(load_file(saved(run.folder, 2) / "model-00001-of-00001.safetensors"), weights)
         weights = weights.rename(tmp_path / "weights.safetensors")
     else:
         called(capsys, "export", run.folder, "--to", form, weights)
@@ -289,6 +291,7 @@ def test_ls_verify_and_show_are_json_as_well(
     assert (first["schedule"], first["stages"], first["width"]) == ("2bw", 2, 1)
     assert first["parameters"] == sum(p.numel() for p in Model(0).parameters())
     assert first["damage"] == []
+    assert second["folder"] == saved(copied, 2).name
     whole = as_json(capsys, "verify", copied)["checkpoints"]
     assert {each["step"]: each["bytes"] for each in whole} == {
         each["step"]: each["bytes"] for each in (first, second)
@@ -304,7 +307,7 @@ def test_ls_verify_and_show_are_json_as_well(
         "file": "model-00001-of-00001.safetensors",
     } in shown["tensors"]
 
-    flip_last_bit(copied / "step-00000002/model-00001-of-00001.safetensors")
+    flip_last_bit(saved(copied, 2) / "model-00001-of-00001.safetensors")
     second, first = as_json(capsys, "verify", copied, code=1)["checkpoints"]
     assert first["damage"] == []
     assert len(second["damage"]) == 1
