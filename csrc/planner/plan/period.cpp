@@ -1,7 +1,7 @@
 #include "planner/plan/period.h"
 
-#include "planner/plan/v_cycle.h"
 #include "core/schedule/generate.h"
+#include "planner/plan/v_cycle.h"
 
 #include <algorithm>
 #include <cmath>

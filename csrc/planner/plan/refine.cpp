@@ -1,8 +1,8 @@
 // Looks for better cuts of placed plans.
 
+#include "core/schedule/generate.h"
 #include "planner/plan/evaluate.h"
 #include "planner/plan/v_cycle.h"
-#include "core/schedule/generate.h"
 
 #include <algorithm>
 #include <iterator>

@@ -20,16 +20,16 @@ inline constexpr double kFreeMessage = 0.01;
 // Chooses the stages of candidates of one problem, which must outlive it.
 //
 //   split    of all splits the one whose slowest stage, messages included, takes the least time
-//            (planner/partition/stage_split.h; a message at the mean of the links between neighbouring
-//            ranks, on a measured matrix of all links, as any two may become neighbours). Beside
-//            it, if messages may not be as good as free, the one that is best if they are: 2bw may
-//            hide them. If a rank's stages need more than its memory: the best split of which every
-//            stage keeps to an equal share of its rank's memory, if it can of that which what runs
-//            again leaves. Where ranks have several stages, beside it the one that makes the
-//            slowest rank fast (planner/partition/interleaved_split.h), if the model can be cut into
-//            kMostPiecesForRanks pieces at most, as it takes milliseconds, and if the slowest rank
-//            of the first one takes kUnevenRanks times the mean or more. Of two pipelines beside
-//            it, above that number of pieces instead, the folded one
+//            (planner/partition/stage_split.h; a message at the mean of the links between
+//            neighbouring ranks, on a measured matrix of all links, as any two may become
+//            neighbours). Beside it, if messages may not be as good as free, the one that is best
+//            if they are: 2bw may hide them. If a rank's stages need more than its memory: the best
+//            split of which every stage keeps to an equal share of its rank's memory, if it can of
+//            that which what runs again leaves. Where ranks have several stages, beside it the one
+//            that makes the slowest rank fast (planner/partition/interleaved_split.h), if the model
+//            can be cut into kMostPiecesForRanks pieces at most, as it takes milliseconds, and if
+//            the slowest rank of the first one takes kUnevenRanks times the mean or more. Of two
+//            pipelines beside it, above that number of pieces instead, the folded one
 //            (planner/partition/folded_split.h).
 //   blocks   to make the first of these fit, on each rank blocks are recomputed that take the least
 //            time (planner/plan/blocks.h). A split that fits without is kNone's alone.

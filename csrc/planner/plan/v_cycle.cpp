@@ -1,7 +1,7 @@
 #include "planner/plan/v_cycle.h"
 
-#include "planner/plan/period.h"
 #include "core/schedule/v_shape.h"
+#include "planner/plan/period.h"
 
 #include <algorithm>
 #include <optional>

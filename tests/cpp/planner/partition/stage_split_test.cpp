@@ -1,6 +1,6 @@
 #include "core/infinity.h"
-#include "planner/partition/split_costs.h"
 #include "made_splits.h"
+#include "planner/partition/split_costs.h"
 #include "raises.h"
 #include "sanitized.h"
 
