@@ -129,21 +129,6 @@ class HostCosts:
     buckets: int
     one_buffer: bool
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchCosts:
-    seconds: float
-    forward: int
-    backward: int
-    update: int
-    reads: int
-    read_seconds: float
-    one_stream: bool
-
-class IdleTime:
-    messages: float
-    updates: float
-    host: float
-
 class SimulatedAction:
     stage: int
     kind: str
@@ -160,14 +145,12 @@ class Simulation:
     bubbles: list[float]
     most_in_flight: list[int]
     peak_bytes: list[float]
-    idle: list[IdleTime]
 
 def simulate(
     schedule: Schedule,
     stages: Sequence[StageCosts],
     edges: Sequence[EdgeCosts],
     num_batches: int,
-    launches: LaunchCosts | None,
     host: HostCosts | None,
 ) -> Simulation: ...
 def fastest_v_schedule(

@@ -7,7 +7,6 @@
 #include "planner/simulate/actions.h"
 #include "planner/simulate/channels.h"
 #include "planner/simulate/host_updates.h"
-#include "planner/simulate/launches.h"
 
 #include <algorithm>
 #include <cmath>
@@ -57,16 +56,6 @@ void check_costs(const Schedule& schedule, const Costs& costs) {
     check_edge("skips' ", i, edge);
   }
   if (costs.host) check_host(*costs.host);
-}
-
-void check_launches(const LaunchCosts& launches) {
-  check_amount(launches.seconds, "launches' seconds");
-  check_amount(launches.read_seconds, "launches' read_seconds");
-  for (const auto& [name, count] :
-       {std::pair("forward", launches.forward), std::pair("backward", launches.backward),
-        std::pair("update", launches.update), std::pair("reads", launches.reads)}) {
-    PD2_CHECK(count >= 0, "launches' ", name, ": ", count, ": must be >= 0");
-  }
 }
 
 // With one version on the device the next forward waits for the update in any case.
@@ -297,15 +286,12 @@ int least_batches_to_measure(const Schedule& schedule, int batches_behind) {
   return 2 * window + batches_behind;
 }
 
-// `updates_count`: an update may be a batch's last action. Launched by hosts, one may be later at
-// the end of a run than in the middle.
-double measure_period(const Timeline& timeline, Window window, bool updates_count = true) {
+double measure_period(const Timeline& timeline, Window window) {
   double slowest = 0;
   for (const std::vector<SimulatedAction>& actions : timeline) {
     double first_end = 0;
     double last_end = 0;
     for (const SimulatedAction& action : actions) {
-      if (action.kind == kUpdate && !updates_count) continue;
       if (action.batch == window.first) first_end = action.end;
       if (action.batch == window.last) last_end = action.end;
     }
@@ -372,36 +358,19 @@ double second_batch(const Schedule& schedule, const Costs& costs) {
   return measure_period(Execution(schedule, costs, 2).run(), {.first = 0, .last = 1});
 }
 
-Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches,
-                    const std::optional<LaunchCosts>& launches) {
+Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches) {
   check_form(schedule);
   check_costs(schedule, costs);
   PD2_CHECK(num_batches >= 1, "num_batches: ", num_batches, ": a run needs num_batches >= 1");
-  if (launches) check_launches(*launches);
-  PD2_CHECK(
-      !launches || !costs.host,
-      "costs of launches and of the host: both: a run with launches has its steps on devices");
 
   Simulation result;
-  // Also with launches: it knows deadlocks.
   result.timeline = Execution(schedule, costs, num_batches).run();
   const int behind = most_batches_behind(schedule);
   const int enough = std::max(num_batches, least_batches_to_measure(schedule, behind));
   const Window window = steady_window(enough, behind);
-  if (launches) {
-    const auto run = [&](int batches) {
-      return run_launched(schedule, costs, *launches, batches, window.first, window.last);
-    };
-    LaunchedRun measured = run(enough);
-    result.period = measure_period(measured.timeline, window, /*updates_count=*/false);
-    result.idle = std::move(measured.idle);
-    result.timeline =
-        enough == num_batches ? std::move(measured.timeline) : run(num_batches).timeline;
-  } else {
-    result.period = enough == num_batches
-                        ? measure_period(result.timeline, window)
-                        : measure_period(Execution(schedule, costs, enough).run(), window);
-  }
+  result.period = enough == num_batches
+                      ? measure_period(result.timeline, window)
+                      : measure_period(Execution(schedule, costs, enough).run(), window);
   for (const std::vector<SimulatedAction>& actions : result.timeline) {
     for (const SimulatedAction& action : actions) {
       result.makespan = std::max(result.makespan, action.end);
