@@ -87,6 +87,11 @@ struct Costs {
   std::optional<HostCosts> host = std::nullopt;
 };
 
+// The copies of a stage cost the same.
+inline const StageCosts& cost_of(const Schedule& schedule, const Costs& costs, int stage) {
+  return costs.stages[stage % schedule.depth()];
+}
+
 struct SimulatedAction {
   int stage = 0;
   ActionKind kind = ActionKind::kForward;
