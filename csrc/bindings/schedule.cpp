@@ -68,16 +68,6 @@ void bind_simulation(py::module_& module) {
   bind_struct(module, "HostCosts", std::pair("down", &HostCosts::down),
               std::pair("up", &HostCosts::up), std::pair("buckets", &HostCosts::buckets),
               std::pair("one_buffer", &HostCosts::one_buffer));
-  bind_struct(module, "LaunchCosts", std::pair("seconds", &LaunchCosts::seconds),
-              std::pair("forward", &LaunchCosts::forward),
-              std::pair("backward", &LaunchCosts::backward),
-              std::pair("update", &LaunchCosts::update), std::pair("reads", &LaunchCosts::reads),
-              std::pair("read_seconds", &LaunchCosts::read_seconds),
-              std::pair("one_stream", &LaunchCosts::one_stream));
-  py::class_<IdleTime>(module, "IdleTime")
-      .def_readonly("messages", &IdleTime::messages)
-      .def_readonly("updates", &IdleTime::updates)
-      .def_readonly("host", &IdleTime::host);
   py::class_<SimulatedAction>(module, "SimulatedAction")
       .def_readonly("stage", &SimulatedAction::stage)
       .def_property_readonly(
@@ -94,20 +84,18 @@ void bind_simulation(py::module_& module) {
       .def_readonly("period", &Simulation::period)
       .def_readonly("bubbles", &Simulation::bubbles)
       .def_readonly("most_in_flight", &Simulation::most_in_flight)
-      .def_readonly("peak_bytes", &Simulation::peak_bytes)
-      .def_readonly("idle", &Simulation::idle);
+      .def_readonly("peak_bytes", &Simulation::peak_bytes);
   module.def(
       "simulate",
       [](const Schedule& schedule, std::vector<StageCosts> stages, std::vector<EdgeCosts> edges,
-         int num_batches, const std::optional<LaunchCosts>& launches,
-         const std::optional<HostCosts>& host) {
+         int num_batches, const std::optional<HostCosts>& host) {
         const Costs costs = {
             .stages = std::move(stages), .edges = std::move(edges), .skips = {}, .host = host};
         const py::gil_scoped_release no_gil;
-        return simulate(schedule, costs, num_batches, launches);
+        return simulate(schedule, costs, num_batches);
       },
       py::arg("schedule"), py::arg("stages"), py::arg("edges"), py::arg("num_batches"),
-      py::arg("launches"), py::arg("host"));
+      py::arg("host"));
   module.def(
       "fastest_v_schedule",
       [](int ranks, int num_microbatches, double in_flight, std::vector<StageCosts> stages,

@@ -8,7 +8,7 @@ from .planning.planner import plan
 from .planning.stage_plan import StagePlan
 from .profiling.profile import Profile
 from .profiling.profiler import profile
-from .simulation import HostCosts, IdleTime, LaunchCosts, Simulation, simulate
+from .simulation import HostCosts, Simulation, simulate
 
 __all__ = [
     "Alternative",
@@ -16,8 +16,6 @@ __all__ = [
     "Cluster",
     "DeviceType",
     "HostCosts",
-    "IdleTime",
-    "LaunchCosts",
     "Plan",
     "Profile",
     "Simulation",

@@ -16,35 +16,6 @@ from .costs import PerStage, edge_costs, halves_of_backward, stage_costs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LaunchCosts:
-    """What a rank's host takes to launch its device's work, for :func:`simulate`.
-
-    The host launches a rank's actions in order, as far ahead of the device as weight versions let
-    it: before a forward it waits until the update that makes what that reads has been launched. A
-    thread of their own launches a stage's updates.
-
-    Attributes:
-        seconds: of the host, for each launch of a kernel.
-        forward: launches of a forward.
-        backward: launches of a backward, or of each of its halves.
-        update: launches of an optimizer step.
-        reads: numbers that are read from the device before a step, one after another, each after
-            a launch: the parameters' norms, if each is read by itself.
-        read_seconds: from the device's end to the host's going on, for each of those.
-        one_stream: updates are on the stream of the forwards and backwards. What is read then
-            waits for all that was launched before.
-    """
-
-    seconds: float = 0.0
-    forward: int = 1
-    backward: int = 1
-    update: int = 1
-    reads: int = 0
-    read_seconds: float = 0.0
-    one_stream: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCosts:
     """Optimizers that step in the host's memory (``optimizer_device="cpu"``), for :func:`simulate`.
 
@@ -71,21 +42,6 @@ class HostCosts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IdleTime:
-    """Seconds of a batch in which a rank's device does no forward and no backward.
-
-    Attributes:
-        messages: while it waits for another stage's message, and maybe for more.
-        updates: while a step is on the device, or the stage's copy is to come to it.
-        host: while nothing but a launch is missing, or a step's.
-    """
-
-    messages: float
-    updates: float
-    host: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
     """The result of :func:`simulate`.
 
@@ -100,8 +56,6 @@ class Simulation:
         peak_bytes: of each rank, the most memory held at once: all weight versions, gradients,
             optimizer state, and activations from a forward's start to the end of its backward.
         most_in_flight: of each stage, the most microbatches whose activations it holds at once.
-        idle: of each rank, what its device waits for in the steady state; empty unless
-            ``launch_costs`` were given.
     """
 
     events: list[Event]
@@ -110,7 +64,6 @@ class Simulation:
     bubbles: list[float]
     peak_bytes: list[float]
     most_in_flight: list[int]
-    idle: list[IdleTime]
 
     def _repr_html_(self) -> str:
         worst = 100 * max(self.bubbles)
@@ -140,7 +93,6 @@ def simulate(
     bandwidth: PerStage = math.inf,
     message_bytes: PerStage = 0.0,
     num_batches: int = 4,
-    launch_costs: LaunchCosts | None = None,
     host_costs: HostCosts | None = None,
 ) -> Simulation:
     """Runs a schedule's actions with given costs, as discrete events, and measures it.
@@ -189,11 +141,8 @@ def simulate(
         message_bytes: a microbatch's activations between two stages, and their gradients. An edge
             between two stages of one rank costs nothing.
         num_batches: batches to run before the drain.
-        launch_costs: what hosts take to launch actions; without, an action begins as soon as its
-            message is there. With them every update goes on beside other actions, as it does on a
-            device, also where a stage keeps one weight version.
         host_costs: optimizers step in the host's memory. Every update then goes on beside other
-            actions and ends with the last copy to its device. Not together with ``launch_costs``.
+            actions and ends with the last copy to its device.
 
     Raises:
         ScheduleError: the schedule is illegal; Deadlock if its ranks wait for each other.
@@ -223,7 +172,6 @@ def simulate(
         stage_costs(of_stages, d),
         edge_costs(of_edges, d),
         num_batches,
-        _launch_costs(launch_costs),
         _host_costs(host_costs),
     )
     first_numbers = [made.number_in_batch(stage, 0) for stage in range(made.num_stages)]
@@ -248,21 +196,7 @@ def simulate(
         bubbles=found.bubbles,
         peak_bytes=found.peak_bytes,
         most_in_flight=found.most_in_flight,
-        idle=[
-            IdleTime(messages=each.messages, updates=each.updates, host=each.host)
-            for each in found.idle
-        ],
     )
-
-
-def _launch_costs(given: LaunchCosts | None) -> _C.LaunchCosts | None:
-    if given is None:
-        return None
-    if not isinstance(given, LaunchCosts):
-        raise TypeError(f"launch_costs: {given!r} given, it must be LaunchCosts")
-    for name in ("forward", "backward", "update", "reads"):
-        check_whole_number(f"launch_costs.{name}", getattr(given, name), at_least=0)
-    return _C.LaunchCosts(**dataclasses.asdict(given))
 
 
 def _host_costs(given: HostCosts | None) -> _C.HostCosts | None:

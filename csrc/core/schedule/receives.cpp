@@ -2,6 +2,7 @@
 
 #include "core/check.h"
 #include "core/schedule/validate.h"
+#include "core/schedule/walk.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -22,13 +23,14 @@ constexpr int kAll = -1;  // no message's number
 
 // One list of all ranks. Each rank waits for its device after every action, and before it begins
 // whatever has been sent in earlier lists has been received.
-class Walk {
+class ListWalk {
  public:
-  Walk(const Schedule& schedule, const std::vector<StageEdge>& edges, const Lists& lists,
-       JointProgress updates, const AwaitedUpdates& awaited)
+  ListWalk(const Schedule& schedule, const std::vector<StageEdge>& edges, const Lists& lists,
+           JointProgress updates, const AwaitedUpdates& awaited)
       : schedule_(schedule),
         lists_(lists),
-        messages_(schedule, edges, lowest(lists)),
+        messages_(schedule, edges, lowest(lists), schedule.num_microbatches - lowest(lists),
+                  Between::kRanks),
         states_(messages_.size(), kReceived),
         launched_(messages_.size()),
         is_one_of_several_(messages_.size()),
@@ -37,7 +39,8 @@ class Walk {
         early_(lists.size()),
         updates_(std::move(updates)),
         awaited_(awaited),
-        shares_(schedule.num_stages, kNone) {
+        shares_(schedule.num_stages, kNone),
+        awake_(lists.size()) {
     for_each_action([&](const Action& action) {
       messages_.sent_by(action, [&](int message) { states_[message] = kNotSent; });
       const std::optional<int> share = share_of(action);
@@ -46,20 +49,14 @@ class Walk {
     });
   }
 
-  const ListMessages& messages() const { return messages_; }
+  const MessageTable& messages() const { return messages_; }
   // No earlier list has sent it.
   void expect(int message) { states_[message] = kNotSent; }
 
   // Gives updates that ranks have to wait for too, of which the others were none: begin anew, then.
   AwaitedUpdates run() {
-    for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) wake(rank);
     do {
-      while (!awake_.empty()) {
-        const int rank = awake_.front();
-        awake_.pop_front();
-        ranks_[rank].is_awake = false;
-        advance(rank);
-      }
+      awake_.run([this](int rank) { advance(rank); });
       post_what_was_sent();
     } while (!awake_.empty());
     AwaitedUpdates more = what_others_wait_for();
@@ -80,7 +77,6 @@ class Walk {
     int next = 0;
     bool waits_for_device = false;  // after `next`; if not, for one of these, or it has finished
     bool waits_for_updates = false;
-    bool is_awake = false;
     int launched = 0;        // when its last action was
     std::vector<int> sends;  // launched, and not known to be received
   };
@@ -96,10 +92,6 @@ class Walk {
   const Action& action(int rank) const { return lists_[rank][ranks_[rank].next]; }
   bool has_finished(int rank) const {
     return ranks_[rank].next == static_cast<int>(lists_[rank].size());
-  }
-
-  void wake(int rank) {
-    if (!std::exchange(ranks_[rank].is_awake, true)) awake_.push_back(rank);
   }
 
   void advance(int rank) {
@@ -124,7 +116,7 @@ class Walk {
     for_each_needed(rank, [&](int stage, int batch) {
       if (updates_.tell(stage, batch)) {
         for (int other = 0; other < static_cast<int>(ranks_.size()); ++other) {
-          if (other != rank && ranks_[other].waits_for_updates) wake(other);
+          if (other != rank && ranks_[other].waits_for_updates) awake_.wake(other);
         }
       }
       are_over = are_over && updates_.is_over(stage, batch);
@@ -210,7 +202,7 @@ class Walk {
     if (states_[message] == kNotSent) states_[message] = kPosted;
     if (states_[message] != kSent) return;
     states_[message] = kReceived;
-    wake(schedule_.placement[messages_[message].from]);
+    awake_.wake(schedule_.placement[messages_[message].from]);
   }
 
   void launch(int rank) {
@@ -223,7 +215,7 @@ class Walk {
         post_outstanding(schedule_.placement[messages_[message].to], Moment::kBefore);
         if (is_one_of_several_[message]) post_early(message, Moment::kBefore);
         states_[message] = kReceived;
-        wake(schedule_.placement[messages_[message].to]);
+        awake_.wake(schedule_.placement[messages_[message].to]);
       } else {
         states_[message] = kSent;
         ranks_[rank].sends.push_back(message);
@@ -241,7 +233,7 @@ class Walk {
         post_outstanding(other, Moment::kBefore);  // its part of the sum ends with this one
       }
       shares_[action.stage] = *share;
-      wake(other);
+      awake_.wake(other);
     }
   }
 
@@ -296,7 +288,7 @@ class Walk {
 
   const Schedule& schedule_;
   const Lists& lists_;
-  const ListMessages messages_;
+  const MessageTable messages_;
   std::vector<State> states_;  // by message
   std::vector<int> launched_;  // by message: when the action that sends it was
   int num_launched_ = 0;
@@ -307,14 +299,14 @@ class Walk {
   JointProgress updates_;
   const AwaitedUpdates& awaited_;
   std::vector<int> shares_;  // by stage: the last of its sums with its copy
-  std::deque<int> awake_;
+  AwakeRanks awake_;
   std::vector<int> sent_;  // since the last time that no rank could go on
 };
 
 // Where no other list can have sent a message, it must be sent in this one. (Only the steady list
 // follows lists of other batches, in which the same messages have other numbers.)
-void expect_unsent(Walk& walk, ListKind kind) {
-  const ListMessages& messages = walk.messages();
+void expect_unsent(ListWalk& walk, ListKind kind) {
+  const MessageTable& messages = walk.messages();
   std::vector<int> sent_as(messages.num_places(), kNone);  // the number of the list's microbatch
   walk.for_each_action([&](const Action& action) {
     messages.sent_by(action,
@@ -356,7 +348,7 @@ class Planner {
   EarlyReceives early_receives(const Lists& lists, ListKind kind, AwaitedUpdates& awaited) {
     awaited.resize(lists.size());
     while (true) {
-      Walk walk(schedule_, edges_, lists, progress(kind), awaited);
+      ListWalk walk(schedule_, edges_, lists, progress(kind), awaited);
       expect_unsent(walk, kind);
       const AwaitedUpdates more = walk.run();
       std::size_t num_more = 0;

@@ -50,7 +50,7 @@
 #pragma once
 
 #include "core/schedule/joint_progress.h"
-#include "core/schedule/list_messages.h"
+#include "core/schedule/messages.h"
 #include "core/schedule/unroll.h"
 
 #include <array>

@@ -68,11 +68,14 @@ int forward_batches_behind(const Schedule& schedule) {
 
 std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, int num_batches) {
   std::vector<Step> steps;
+  const RankActions& lists = schedule.ranks.at(rank);
+  steps.reserve(lists.prologue.size() + lists.steady.size() * std::max(num_batches - 1, 0) +
+                lists.epilogue.size());
   const std::int64_t first_of_run = std::int64_t{first_batch} * schedule.num_microbatches;
   const auto append = [&](ListKind list, int batch) {
     const std::int64_t first_microbatch = std::int64_t{batch} * schedule.num_microbatches;
     int index = -1;
-    for (const Action& action : actions(schedule.ranks.at(rank), list)) {
+    for (const Action& action : actions(lists, list)) {
       ++index;
       const std::int64_t microbatch = first_microbatch + action.microbatch;
       if (microbatch < first_of_run) continue;
@@ -87,6 +90,14 @@ std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, in
   }
   append(ListKind::kEpilogue, first_batch + num_batches - 1);
   return steps;
+}
+
+std::vector<std::vector<Step>> unroll(const Schedule& schedule, int first_batch, int num_batches) {
+  std::vector<std::vector<Step>> ranks;
+  for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
+    ranks.push_back(unroll(schedule, rank, first_batch, num_batches));
+  }
+  return ranks;
 }
 
 std::vector<int> update_order(const Schedule& schedule, int rank) {

@@ -57,4 +57,7 @@ std::vector<int> update_order(const Schedule& schedule, int rank);
 // One rank's steps when batches first_batch .. first_batch + num_batches - 1 run, then a drain.
 std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, int num_batches);
 
+// The same of every rank.
+std::vector<std::vector<Step>> unroll(const Schedule& schedule, int first_batch, int num_batches);
+
 }  // namespace pd2

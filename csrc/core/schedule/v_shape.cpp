@@ -1,6 +1,8 @@
 #include "core/schedule/v_shape.h"
 
 #include "core/floor.h"
+#include "core/schedule/messages.h"
+#include "core/schedule/walk.h"
 
 #include <algorithm>
 #include <array>
@@ -203,91 +205,62 @@ class Lists {
   int end_ = 0;  // the period after which all of a batch is done
 };
 
-// The lists of a batch that drains: as the periods have them to a rank's last F, and after it every
-// I as soon as its message is there, and W's while it is not. All actions take one slot here, and
-// messages none.
-class Draining {
- public:
-  Draining(const std::vector<Period>& periods, int m)
-      : ranks_(static_cast<int>(periods.size())), m_(m), done_(4 * ranks_ * m, kNever) {
-    for (int rank = 0; rank < ranks_; ++rank) {
-      Rank& made = each_.emplace_back();
-      for (const Action& action : Lists(periods[rank], ranks_, rank, m).whole()) {
-        if (action.kind == kForward) made.forwards_end = made.todo.size() + 1;
-        if (action.kind != kUpdate) made.todo.push_back(action);
-      }
-      std::erase_if(made.todo, [&, place = size_t{0}](const Action& action) mutable {
-        return place++ >= made.forwards_end && action.kind == kWeightGrad;
-      });
-    }
+// A rank of a batch that drains, where all actions take one slot, and messages none.
+struct DrainingRank {
+  int slot = 0;  // the next one that is free
+  std::size_t forwards_left = 0;
+  std::deque<Action> weight_grads;  // the I's that are done and whose W's are not
+  std::vector<Action> list;
+
+  void take_weight_grad(int m) {
+    const Action& of = weight_grads.front();
+    add_weight_grad(list, of.stage, of.microbatch, m);
+    weight_grads.pop_front();
+    ++slot;
   }
-
-  std::vector<std::vector<Action>> make() {
-    bool is_done = false;
-    for (int slot = 0; !is_done; ++slot) {
-      is_done = true;
-      for (Rank& rank : each_) {
-        take_one(rank, slot);
-        if (rank.next < rank.todo.size() || !rank.weight_grads.empty()) is_done = false;
-      }
-    }
-    std::vector<std::vector<Action>> lists;
-    for (Rank& rank : each_) lists.push_back(std::move(rank.list));
-    return lists;
-  }
-
- private:
-  static constexpr int kNever = std::numeric_limits<int>::max();
-
-  struct Rank {
-    std::vector<Action> todo;  // without the W's after the last F
-    size_t next = 0;
-    size_t forwards_end = 0;
-    std::deque<Action> weight_grads;  // the I's that are done and whose W's are not
-    std::vector<Action> list;
-  };
-
-  void take_one(Rank& rank, int slot) {
-    if (rank.next < rank.todo.size() && can_begin(rank.todo[rank.next], slot)) {
-      take(rank, rank.todo[rank.next++], slot);
-    } else if (rank.next >= rank.forwards_end && !rank.weight_grads.empty()) {
-      take_weight_grad(rank);
-    }
-  }
-
-  void take(Rank& rank, const Action& action, int slot) {
-    if (action.kind == kWeightGrad) return take_weight_grad(rank);
-    done(action.stage, action.kind, action.microbatch) = slot + 1;
-    if (action.kind == kInputGrad) rank.weight_grads.push_back(action);
-    rank.list.push_back(action);
-  }
-
-  void take_weight_grad(Rank& rank) {
-    const Action& of = rank.weight_grads.front();
-    add_weight_grad(rank.list, of.stage, of.microbatch, m_);
-    rank.weight_grads.pop_front();
-  }
-
-  bool can_begin(const Action& action, int slot) {
-    const int last = 2 * ranks_ - 1;
-    if (action.kind == kWeightGrad) return true;
-    if (action.kind == kForward) {
-      return action.stage == 0 || done(action.stage - 1, kForward, action.microbatch) <= slot;
-    }
-    if (action.stage == last) return done(last, kForward, action.microbatch) <= slot;
-    return done(action.stage + 1, kInputGrad, action.microbatch) <= slot;
-  }
-
-  // The slot after that of an F or I.
-  int& done(int stage, ActionKind kind, int microbatch) {
-    return done_[((kind == kForward ? 0 : 2 * ranks_) + stage) * m_ + microbatch];
-  }
-
-  const int ranks_;
-  const int m_;
-  std::vector<int> done_;
-  std::vector<Rank> each_;
 };
+
+// The lists of a batch that drains: as the periods have them to a rank's last F, and after it every
+// I as soon as its message is there, and W's while it is not.
+std::vector<std::vector<Action>> drained_lists(const Schedule& schedule,
+                                               const std::vector<Period>& periods) {
+  const int m = schedule.num_microbatches;
+  const auto num_ranks = static_cast<int>(periods.size());
+  std::vector<DrainingRank> ranks(num_ranks);
+  std::vector<std::vector<Action>> orders(num_ranks);  // without the W's after the last F
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    std::vector<Action> whole = Lists(periods[rank], num_ranks, rank, m).whole();
+    std::size_t& forwards = ranks[rank].forwards_left;
+    forwards = std::ranges::count(whole, kForward, &Action::kind);
+    std::size_t passed = 0;
+    for (const Action& action : whole) {
+      if (action.kind == kUpdate || (action.kind == kWeightGrad && passed == forwards)) continue;
+      passed += action.kind == kForward;
+      orders[rank].push_back(action);
+    }
+  }
+  Arrivals arrivals({schedule, chain_of(schedule.depth()), 0, m});
+  const auto waits_for = [&](const Action& action) { return arrivals.missing(action); };
+  walk(schedule, orders, waits_for, [&](const Action& action) {
+    DrainingRank& rank = ranks[schedule.placement[action.stage]];
+    if (action.kind == kWeightGrad) return rank.take_weight_grad(m);
+    const int begin = static_cast<int>(arrivals.latest(action, 0));
+    while (rank.forwards_left == 0 && rank.slot < begin && !rank.weight_grads.empty()) {
+      rank.take_weight_grad(m);
+    }
+    rank.slot = std::max(rank.slot, begin) + 1;
+    arrivals.send(action, [&](int) { return rank.slot; });
+    rank.list.push_back(action);
+    if (action.kind == kForward) --rank.forwards_left;
+    if (action.kind == kInputGrad) rank.weight_grads.push_back(action);
+  });
+  std::vector<std::vector<Action>> lists;
+  for (DrainingRank& rank : ranks) {
+    while (!rank.weight_grads.empty()) rank.take_weight_grad(m);
+    lists.push_back(std::move(rank.list));
+  }
+  return lists;
+}
 
 }  // namespace
 
@@ -343,7 +316,7 @@ Schedule make_v_schedule(std::string_view name, const std::vector<Period>& perio
     schedule.placement.push_back(std::min(stage, 2 * ranks - 1 - stage));
   }
   if (is_flushed) {
-    for (std::vector<Action>& list : Draining(periods, num_microbatches).make()) {
+    for (const std::vector<Action>& list : drained_lists(schedule, periods)) {
       schedule.ranks.push_back({.prologue = list, .steady = list, .epilogue = {}});
     }
     return schedule;

@@ -1,11 +1,11 @@
 #include "core/schedule/validate.h"
 
 #include "core/schedule/errors.h"
-#include "core/schedule/unroll.h"
+#include "core/schedule/messages.h"
+#include "core/schedule/walk.h"
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <set>
 #include <utility>
@@ -148,10 +148,10 @@ class RangeCheck {
         m_(schedule.num_microbatches),
         first_microbatch_(std::int64_t{range.first_batch} * m_),
         end_microbatch_(first_microbatch_ + std::int64_t{range.num_batches} * m_),
+        by_rank_(unroll(schedule, range.first_batch, range.num_batches)),
         by_stage_(schedule.num_stages) {
-    for (int rank = 0; rank < static_cast<int>(schedule.ranks.size()); ++rank) {
-      by_rank_.push_back(unroll(schedule, rank, range.first_batch, range.num_batches));
-      for (const Step& step : by_rank_.back()) by_stage_[step.stage].push_back(step);
+    for (const std::vector<Step>& steps : by_rank_) {
+      for (const Step& step : steps) by_stage_[step.stage].push_back(step);
     }
   }
 
@@ -183,38 +183,39 @@ class RangeCheck {
   }
 
   void check_exactly_once(int stage) const {
-    std::map<std::pair<ActionKind, std::int64_t>, const Step*> seen;
+    const std::int64_t count = end_microbatch_ - first_microbatch_;
+    std::vector<const Step*> steps(kActionKinds.size() *
+                                   count);  // an update's at its batch's first
+    const auto seen = [&](ActionKind kind, std::int64_t n) -> const Step*& {
+      const auto place = std::ranges::find(kActionKinds, kind) - kActionKinds.begin();
+      return steps[place * count + n - first_microbatch_];
+    };
     for (const Step& step : by_stage_[stage]) {
-      const std::int64_t number = step.kind == kUpdate ? batch(step.microbatch) : step.microbatch;
-      const auto [other, is_new] = seen.emplace(std::pair(step.kind, number), &step);
-      if (is_new) continue;
-      fail(schedule_, kExactlyOnce, {{step.cell}, {other->second->cell}},
-           "every action exactly once: expected ", describe(*other->second), " only, found ",
+      const std::int64_t n =
+          step.kind == kUpdate ? std::int64_t{batch(step.microbatch)} * m_ : step.microbatch;
+      const Step* const other = std::exchange(seen(step.kind, n), &step);
+      if (other == nullptr) continue;
+      fail(schedule_, kExactlyOnce, {{step.cell}, {other->cell}},
+           "every action exactly once: expected ", describe(*other), " only, found ",
            describe(step), " too");
     }
     for (std::int64_t n = first_microbatch_; n < end_microbatch_; ++n) {
-      if (!seen.contains({kForward, n})) fail_missing(stage, kForward, n);
-      const auto whole = seen.find({kBackward, n});
-      if (whole == seen.end()) {
-        const bool has_input = seen.contains({kInputGrad, n});
-        const bool has_weight = seen.contains({kWeightGrad, n});
-        if (!has_input && !has_weight) fail_missing(stage, kBackward, n);
-        if (!has_input) fail_missing(stage, kInputGrad, n);
-        if (!has_weight) fail_missing(stage, kWeightGrad, n);
-        continue;
-      }
-      for (const ActionKind half : {kInputGrad, kWeightGrad}) {
-        const auto extra = seen.find({half, n});
-        if (extra == seen.end()) continue;
-        fail(schedule_, kExactlyOnce, {{extra->second->cell}, {whole->second->cell}},
-             "every action exactly once: expected either B, or I and W, found ",
-             describe(*whole->second), " and ", describe(*extra->second));
+      if (!seen(kForward, n)) fail_missing(stage, kForward, n);
+      const Step* const whole = seen(kBackward, n);
+      const Step* const input = seen(kInputGrad, n);
+      const Step* const weight = seen(kWeightGrad, n);
+      if (!whole && !input && !weight) fail_missing(stage, kBackward, n);
+      if (!whole && !input) fail_missing(stage, kInputGrad, n);
+      if (!whole && !weight) fail_missing(stage, kWeightGrad, n);
+      for (const Step* const half : {input, weight}) {
+        if (!whole || !half) continue;
+        fail(schedule_, kExactlyOnce, {{half->cell}, {whole->cell}},
+             "every action exactly once: expected either B, or I and W, found ", describe(*whole),
+             " and ", describe(*half));
       }
     }
-    for (int t = range_.first_batch; t < range_.first_batch + range_.num_batches; ++t) {
-      if (!seen.contains({kUpdate, t})) {
-        fail_missing(stage, kUpdate, std::int64_t{t + 1} * m_ - 1);
-      }
+    for (std::int64_t n = first_microbatch_; n < end_microbatch_; n += m_) {
+      if (!seen(kUpdate, n)) fail_missing(stage, kUpdate, n + m_ - 1);
     }
   }
 
@@ -225,13 +226,11 @@ class RangeCheck {
     std::int64_t input_grads = 0;
     std::int64_t weight_grads = 0;
     int newest_version = 0;
-    int updates_reached = 0;  // batches whose U the rank has come to
   };
 
   Progress at_start() const {
     // After a drain all earlier batches have been updated with.
-    return {first_microbatch_, first_microbatch_, first_microbatch_, range_.first_batch,
-            range_.first_batch};
+    return {first_microbatch_, first_microbatch_, first_microbatch_, range_.first_batch};
   }
 
   void check_next(const Step& step, std::int64_t next, const char* rule) const {
@@ -310,62 +309,23 @@ class RangeCheck {
     }
   }
 
-  // Events across ranks: which stage must be ahead before the step can run, if any is not.
-  std::optional<int> waits_for(const Step& step, const std::vector<Progress>& progress) const {
-    const int before = step.stage - 1;
-    const int after = step.stage + 1;
-    if (step.kind == kForward && !schedule_.is_first(step.stage) &&
-        progress[before].forwards <= step.microbatch) {
-      return before;
-    }
-    const bool needs_gradient = step.kind == kBackward || step.kind == kInputGrad;
-    if (needs_gradient && !schedule_.is_last(step.stage) &&
-        progress[after].input_grads <= step.microbatch) {
-      return after;
-    }
-    const std::optional<int> twin = schedule_.twin(step.stage);
-    if (step.kind == kUpdate && twin && progress[*twin].updates_reached <= batch(step.microbatch)) {
-      return twin;
-    }
-    return std::nullopt;
-  }
-
   void check_deadlock() const {
-    std::vector<Progress> progress(schedule_.num_stages, at_start());
-    std::vector<std::size_t> next(by_rank_.size(), 0);
-    for (bool moved = true; moved;) {
-      moved = false;
-      for (std::size_t rank = 0; rank < by_rank_.size(); ++rank) {
-        for (; next[rank] < by_rank_[rank].size(); ++next[rank]) {
-          const Step& step = by_rank_[rank][next[rank]];
-          int& reached = progress[step.stage].updates_reached;
-          if (step.kind == kUpdate && reached <= batch(step.microbatch)) {
-            reached = batch(step.microbatch) + 1;
-            moved = true;
-          }
-          if (waits_for(step, progress)) break;
-          if (step.kind == kForward) ++progress[step.stage].forwards;
-          if (step.kind == kBackward || step.kind == kInputGrad) {
-            ++progress[step.stage].input_grads;
-          }
-          moved = true;
-        }
-      }
-    }
-
-    std::vector<Mark> marks;
-    std::string stuck;
-    for (std::size_t rank = 0; rank < by_rank_.size(); ++rank) {
-      if (next[rank] == by_rank_[rank].size()) continue;
-      const Step& step = by_rank_[rank][next[rank]];
-      marks.push_back({step.cell});
-      stuck += detail::concat("\n  rank ", rank, " waits in ", describe(step), " for stage ",
-                              waits_for(step, progress).value());
-    }
-    if (!marks.empty()) {
-      fail(schedule_, kDeadlock, marks, "deadlock: expected every rank to finish, found ",
-           marks.size(), " of ", by_rank_.size(), " waiting for each other:", stuck);
-    }
+    Arrivals arrivals({schedule_, chain_of(schedule_.depth()), first_microbatch_,
+                       end_microbatch_ - first_microbatch_});
+    std::vector<int> reached(schedule_.num_stages, range_.first_batch);  // batches, by their U
+    const auto waits_for = [&](const Step& step) {
+      if (step.kind != kUpdate) return arrivals.missing(step);
+      const std::optional<int> twin = schedule_.twin(step.stage);
+      if (!twin) return std::optional<int>();
+      const int t = batch(step.microbatch);
+      reached[step.stage] = std::max(reached[step.stage], t + 1);
+      return reached[*twin] <= t ? twin : std::nullopt;
+    };
+    const auto done = walk(schedule_, by_rank_, waits_for,
+                           [&](const Step& step) { arrivals.send(step, [](int) { return 0; }); });
+    check_finished(
+        schedule_, by_rank_, done, "deadlock", "waiting for each other",
+        [&](const Step& step) { return detail::concat("stage ", waits_for(step).value()); });
   }
 
   const Schedule& schedule_;

@@ -1,7 +1,6 @@
 #include "planner/simulate/host_updates.h"
 
 #include "core/check.h"
-#include "planner/simulate/actions.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,13 +1,10 @@
 #include "planner/simulate/simulate.h"
 
 #include "core/check.h"
-#include "core/schedule/errors.h"
-#include "core/schedule/unroll.h"
+#include "core/schedule/messages.h"
 #include "core/schedule/validate.h"
-#include "planner/simulate/actions.h"
-#include "planner/simulate/channels.h"
+#include "core/schedule/walk.h"
 #include "planner/simulate/host_updates.h"
-#include "planner/simulate/launches.h"
 
 #include <algorithm>
 #include <cmath>
@@ -59,16 +56,6 @@ void check_costs(const Schedule& schedule, const Costs& costs) {
   if (costs.host) check_host(*costs.host);
 }
 
-void check_launches(const LaunchCosts& launches) {
-  check_amount(launches.seconds, "launches' seconds");
-  check_amount(launches.read_seconds, "launches' read_seconds");
-  for (const auto& [name, count] :
-       {std::pair("forward", launches.forward), std::pair("backward", launches.backward),
-        std::pair("update", launches.update), std::pair("reads", launches.reads)}) {
-    PD2_CHECK(count >= 0, "launches' ", name, ": ", count, ": must be >= 0");
-  }
-}
-
 // With one version on the device the next forward waits for the update in any case.
 bool updates_beside(const Schedule& schedule, const Costs& costs, int stage) {
   return costs.host || schedule.num_versions[stage] > 1;
@@ -76,203 +63,184 @@ bool updates_beside(const Schedule& schedule, const Costs& costs, int stage) {
 
 bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
 
-// One run. A rank advances until it waits for messages that have not been sent yet; whoever makes
-// the last one's time of arrival known wakes it. Times depend on nothing but other times, so the
-// order in which ranks advance is free, and no queue by time is needed.
+double seconds(const StageCosts& stage, ActionKind kind) {
+  switch (kind) {
+    case kForward:
+      return stage.forward;
+    case kBackward:
+      return stage.input_grad + stage.weight_grad;
+    case kInputGrad:
+      return stage.input_grad;
+    case kWeightGrad:
+      return stage.weight_grad;
+    case kUpdate:
+      return stage.all_reduce + stage.update;
+    case kRecompute:
+      return stage.recompute;
+  }
+  return 0;
+}
+
+// For how long a message keeps its edge busy.
+double seconds(const EdgeCosts& edge) {
+  return edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0;
+}
+
+// All ways between two stages, to the nearest ones first.
+std::vector<SkipCosts> ways_of(int depth, const Costs& costs) {
+  std::vector<SkipCosts> ways = costs.skips;
+  for (const auto& [from, to] : chain_of(depth)) {
+    ways.push_back({from, to, costs.edges.empty() ? EdgeCosts{} : costs.edges[from]});
+  }
+  std::ranges::stable_sort(ways, {}, [](const SkipCosts& way) { return way.to - way.from; });
+  return ways;
+}
+
+std::vector<StageEdge> edges_of(const std::vector<SkipCosts>& ways) {
+  std::vector<StageEdge> edges;
+  for (const SkipCosts& way : ways) edges.push_back({way.from, way.to});
+  return edges;
+}
+
+// One run. All times depend on other times alone, never on the order in which ranks advance.
 class Execution {
  public:
   Execution(const Schedule& schedule, const Costs& costs, int num_batches)
       : schedule_(schedule),
         costs_(costs),
-        channels_(schedule, costs),
-        num_microbatches_(std::int64_t{schedule.num_microbatches} * num_batches),
-        arrival_((channels_.count() + schedule.num_stages) * num_microbatches_, kUnknown),
-        link_free_(channels_.count(), 0),
         num_batches_(num_batches),
-        update_end_(std::size_t(schedule.num_stages) * num_batches, 0),
+        ways_(ways_of(schedule.depth(), costs)),
+        arrivals_(
+            {schedule, edges_of(ways_), 0, std::int64_t{schedule.num_microbatches} * num_batches}),
+        link_free_(arrivals_.messages().channels().size(), 0),
+        updates_(std::size_t(schedule.num_stages) * num_batches),
         host_(schedule, costs),
-        ranks_(schedule.ranks.size()),
+        stage_costs_(schedule.num_stages),
+        steps_(unroll(schedule, 0, num_batches)),
+        free_at_(schedule.ranks.size(), 0),
         timeline_(schedule.ranks.size()) {
-    for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
-      ranks_[rank].steps = unroll(schedule, rank, 0, num_batches);
-      timeline_[rank].reserve(ranks_[rank].steps.size());
-      ready_.push_back(rank);
+    for (int stage = 0; stage < schedule.num_stages; ++stage) {
+      stage_costs_[stage] = &cost_of(schedule, costs, stage);
     }
   }
 
   Timeline run() && {
-    while (!ready_.empty()) {
-      const int rank = ready_.back();
-      ready_.pop_back();
-      advance(rank);
+    for (std::size_t rank = 0; rank < steps_.size(); ++rank) {
+      timeline_[rank].reserve(steps_[rank].size());
     }
-    check_deadlock();
+    const auto waits = [this](const Step& step) { return waits_for(step); };
+    const auto done = walk(schedule_, steps_, waits, [this](const Step& step) { run(step); });
+    check_finished(schedule_, steps_, done, "deadlock", "waiting", [&](const Step& step) {
+      const char* what = step.kind == kUpdate    ? "update"
+                         : step.kind == kForward ? "output"
+                                                 : "gradient";
+      return detail::concat("the ", what, " of stage ", waits_for(step).value());
+    });
     return std::move(timeline_);
   }
 
  private:
   static constexpr double kUnknown = -1;
-  static constexpr double kAwaited = -2;  // unknown, too, and a rank is stuck for it
 
-  struct Rank {
-    std::vector<Step> steps;
-    std::size_t next = 0;
-    double free_at = 0;
-    bool has_recomputed = false;  // for the next step
-    int num_missing = 0;          // of what it is stuck for
+  struct Update {
+    double begun = kUnknown;  // when the stage's rank has come to it
+    double end = 0;
   };
 
-  const std::vector<int>& inputs(const Step& step) const {
-    return channels_.inputs(step.stage, step.kind);
-  }
-
-  std::int64_t index(int channel, std::int64_t microbatch) const {
-    return channel * num_microbatches_ + microbatch;
-  }
-
-  // The index in arrival_ of when the stage comes to the update of the microbatch's batch.
-  std::int64_t update_index(int stage, std::int64_t microbatch) const {
-    const int m = schedule_.num_microbatches;
-    return (channels_.count() + stage) * num_microbatches_ + batch_of(microbatch, m) * m;
-  }
-
   int rank_of(int stage) const { return schedule_.placement[stage]; }
-
-  double& update_end(int stage, int batch) {
-    return update_end_[std::size_t(stage) * num_batches_ + batch];
+  int batch(const Step& step) const {
+    return batch_of(step.microbatch, schedule_.num_microbatches);
+  }
+  Update& update(int stage, int batch) {
+    return updates_[std::size_t(stage) * num_batches_ + batch];
   }
 
-  void advance(int number) {
-    Rank& rank = ranks_[number];
-    for (; rank.next < rank.steps.size(); ++rank.next) {
-      const Step& step = rank.steps[rank.next];
-      recompute(number, step);
-      double start = rank.free_at;
-      for (const int channel : inputs(step)) {
-        start = std::max(start, arrival(rank, index(channel, step.microbatch)));
-      }
-      if (const std::optional<int> twin = schedule_.twin(step.stage);
-          twin && step.kind == kUpdate) {
-        arrive(update_index(step.stage, step.microbatch), rank_of(*twin), rank.free_at);
-        start = std::max(start, arrival(rank, update_index(*twin, step.microbatch)));
-      }
-      if (rank.num_missing > 0) return;
-      const int batch = batch_of(step.microbatch, schedule_.num_microbatches);
-      const bool is_beside = step.kind == kUpdate && updates_beside(schedule_, costs_, step.stage);
-      if (is_beside && batch > 0) {
-        start = std::max(
-            start, costs_.host ? host_.stepped(step.stage) : update_end(step.stage, batch - 1));
-      }
-      if (const int read = batch - schedule_.delay[step.stage]; step.kind == kForward && read > 0) {
-        start = std::max(start, update_end(step.stage, read - 1));
-      }
-      if (waits_for_gradients_buffer(step)) start = std::max(start, host_.gone(step.stage));
-      const double end = end_of(step, start);
-      timeline_[number].push_back(simulated(schedule_, step, start, end));
-      rank.free_at = is_beside ? start : end;
-      if (step.kind == kUpdate) {
-        update_end(step.stage, batch) = end;
-      }
-      rank.has_recomputed = false;
-      send(rank, step);
+  std::optional<int> waits_for(const Step& step) {
+    if (step.kind != kUpdate) return arrivals_.missing(step);
+    const std::optional<int> twin = schedule_.twin(step.stage);
+    if (!twin) return std::nullopt;
+    update(step.stage, batch(step)).begun = free_at_[rank_of(step.stage)];
+    return update(*twin, batch(step)).begun == kUnknown ? twin : std::nullopt;
+  }
+
+  void run(const Step& step) {
+    const int number = rank_of(step.stage);
+    const int m = schedule_.num_microbatches;
+    const int t = batch(step);
+    const auto place = static_cast<int>(step.microbatch - std::int64_t{t} * m);  // in the batch
+    double& free_at = free_at_[number];
+    const auto add = [&](ActionKind kind, int microbatch, int version, double start, double end) {
+      timeline_[number].push_back({.stage = step.stage,
+                                   .kind = kind,
+                                   .batch = t,
+                                   .microbatch = microbatch,
+                                   .version = version,
+                                   .start = start,
+                                   .end = end});
+    };
+    if (step.kind == kUpdate) {
+      const auto [start, end] = update_at(step.stage, t, free_at);
+      add(kUpdate, m - 1, t + 1, start, end);
+      free_at = updates_beside(schedule_, costs_, step.stage) ? start : end;
+      update(step.stage, t).end = end;
+      return;
     }
-  }
-
-  bool waits_for_gradients_buffer(const Step& step) const {
-    return costs_.host && costs_.host->one_buffer && begins_backward(step.kind) &&
-           step.microbatch % schedule_.num_microbatches == 0;
-  }
-
-  // Also tells the host of what concerns it.
-  double end_of(const Step& step, double start) {
-    if (costs_.host && step.kind == kUpdate) return host_.update(step.stage, start);
-    const double end = start + seconds(cost_of(schedule_, costs_, step.stage), step.kind);
-    const bool is_last = (step.microbatch + 1) % schedule_.num_microbatches == 0;
-    if (costs_.host && is_last && ends_flight(step.kind)) host_.complete(step.stage, start, end);
-    return end;
-  }
-
-  // Makes the time of arrival known to the rank that may be stuck for it.
-  void arrive(std::int64_t slot, int receiver, double time) {
-    const bool is_awaited = arrival_[slot] == kAwaited;
-    arrival_[slot] = time;
-    if (is_awaited && --ranks_[receiver].num_missing == 0) ready_.push_back(receiver);
-  }
-
-  // The time of arrival, or a number below any time: then the rank is stuck.
-  double arrival(Rank& rank, std::int64_t slot) {
-    if (arrival_[slot] == kUnknown) {
-      arrival_[slot] = kAwaited;
-      ++rank.num_missing;
+    const StageCosts& cost = *stage_costs_[step.stage];
+    const int version = std::max(t - schedule_.delay[step.stage], 0);
+    if (cost.recompute > 0 && begins_backward(step.kind)) {  // while its message may be under way
+      add(kRecompute, place, version, free_at, free_at + cost.recompute);
+      free_at += cost.recompute;
     }
-    return arrival_[slot];
-  }
-
-  void recompute(int number, const Step& step) {
-    Rank& rank = ranks_[number];
-    const double takes = cost_of(schedule_, costs_, step.stage).recompute;
-    if (takes == 0 || !begins_backward(step.kind) || rank.has_recomputed) return;
-    rank.has_recomputed = true;
-    Step again = step;
-    again.kind = kRecompute;
-    timeline_[number].push_back(simulated(schedule_, again, rank.free_at, rank.free_at + takes));
-    rank.free_at += takes;
-  }
-
-  void send(const Rank& sender, const Step& step) {
-    for (const int number : channels_.outputs(step.stage, step.kind)) {
-      const Channel& channel = channels_[number];
-      const int receiver = rank_of(channel.receiver);
-      const std::int64_t slot = index(number, step.microbatch);
-      if (&sender == &ranks_[receiver]) {
-        arrival_[slot] = sender.free_at;
-        continue;
-      }
-      const EdgeCosts& edge = channel.edge;
-      link_free_[number] = std::max(sender.free_at, link_free_[number]) + seconds(edge);
-      arrive(slot, receiver, link_free_[number] + edge.latency);
+    double start = arrivals_.latest(step, free_at);
+    if (step.kind == kForward && version > 0) {
+      start = std::max(start, update(step.stage, version - 1).end);
     }
+    if (costs_.host && costs_.host->one_buffer && begins_backward(step.kind) && place == 0) {
+      start = std::max(start, host_.gone(step.stage));
+    }
+    free_at = start + seconds(cost, step.kind);
+    if (costs_.host && place == m - 1 && ends_flight(step.kind)) {
+      host_.complete(step.stage, start, free_at);
+    }
+    add(step.kind, place, version, start, free_at);
+    send(number, step);
   }
 
-  int missing_sender(const Step& step) const {
-    const auto missing = std::ranges::find_if(inputs(step), [&](int channel) {
-      return arrival_[index(channel, step.microbatch)] == kAwaited;
+  // When the batch's update begins and ends if the rank comes to it then.
+  std::pair<double, double> update_at(int stage, int batch, double start) {
+    if (const auto twin = schedule_.twin(stage)) {
+      start = std::max(start, update(*twin, batch).begun);
+    }
+    if (batch > 0 && updates_beside(schedule_, costs_, stage)) {
+      const double before = costs_.host ? host_.stepped(stage) : update(stage, batch - 1).end;
+      start = std::max(start, before);
+    }
+    const double end =
+        costs_.host ? host_.update(stage, start) : start + seconds(*stage_costs_[stage], kUpdate);
+    return {start, end};
+  }
+
+  void send(int number, const Step& step) {
+    arrivals_.send(step, [&](int channel) {
+      const auto& [from, to, way] = arrivals_.messages().channels()[channel];
+      if (rank_of(to) == number) return free_at_[number];
+      const EdgeCosts& edge = ways_[way].edge;
+      link_free_[channel] = std::max(free_at_[number], link_free_[channel]) + seconds(edge);
+      return link_free_[channel] + edge.latency;
     });
-    return channels_[*missing].sender;
-  }
-
-  void check_deadlock() const {
-    std::vector<Mark> marks;
-    std::string stuck;
-    for (std::size_t number = 0; number < ranks_.size(); ++number) {
-      const Rank& rank = ranks_[number];
-      if (rank.next == rank.steps.size()) continue;
-      const Step& step = rank.steps[rank.next];
-      marks.push_back({step.cell});
-      stuck += detail::concat("\n  rank ", number, " waits in ", describe(schedule_, step));
-      stuck += step.kind == kUpdate
-                   ? detail::concat(" for the update of stage ", *schedule_.twin(step.stage))
-                   : detail::concat(" for the ", step.kind == kForward ? "output" : "gradient",
-                                    " of stage ", missing_sender(step));
-    }
-    if (marks.empty()) return;
-    throw_schedule_error(schedule_, ScheduleRule::kDeadlock, marks,
-                         detail::concat("deadlock: expected every rank to finish, found ",
-                                        marks.size(), " of ", ranks_.size(), " waiting:", stuck));
   }
 
   const Schedule& schedule_;
   const Costs& costs_;
-  const Channels channels_;
-  const std::int64_t num_microbatches_;  // of the run
-  // Times of arrival by channel and microbatch, then those at updates by stage and microbatch.
-  std::vector<double> arrival_;
-  std::vector<double> link_free_;  // by channel
   const int num_batches_;
-  std::vector<double> update_end_;  // by stage and batch
+  const std::vector<SkipCosts> ways_;
+  Arrivals arrivals_;
+  std::vector<double> link_free_;  // by channel
+  std::vector<Update> updates_;    // by stage and batch
   HostUpdates host_;
-  std::vector<Rank> ranks_;
-  std::vector<int> ready_;
+  std::vector<const StageCosts*> stage_costs_;
+  const std::vector<std::vector<Step>> steps_;  // by rank, as what follows
+  std::vector<double> free_at_;
   Timeline timeline_;
 };
 
@@ -297,15 +265,12 @@ int least_batches_to_measure(const Schedule& schedule, int batches_behind) {
   return 2 * window + batches_behind;
 }
 
-// `updates_count`: an update may be a batch's last action. Launched by hosts, one may be later at
-// the end of a run than in the middle.
-double measure_period(const Timeline& timeline, Window window, bool updates_count = true) {
+double measure_period(const Timeline& timeline, Window window) {
   double slowest = 0;
   for (const std::vector<SimulatedAction>& actions : timeline) {
     double first_end = 0;
     double last_end = 0;
     for (const SimulatedAction& action : actions) {
-      if (action.kind == kUpdate && !updates_count) continue;
       if (action.batch == window.first) first_end = action.end;
       if (action.batch == window.last) last_end = action.end;
     }
@@ -372,36 +337,19 @@ double second_batch(const Schedule& schedule, const Costs& costs) {
   return measure_period(Execution(schedule, costs, 2).run(), {.first = 0, .last = 1});
 }
 
-Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches,
-                    const std::optional<LaunchCosts>& launches) {
+Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches) {
   check_form(schedule);
   check_costs(schedule, costs);
   PD2_CHECK(num_batches >= 1, "num_batches: ", num_batches, ": a run needs num_batches >= 1");
-  if (launches) check_launches(*launches);
-  PD2_CHECK(
-      !launches || !costs.host,
-      "costs of launches and of the host: both: a run with launches has its steps on devices");
 
   Simulation result;
-  // Also with launches: it knows deadlocks.
   result.timeline = Execution(schedule, costs, num_batches).run();
   const int behind = most_batches_behind(schedule);
   const int enough = std::max(num_batches, least_batches_to_measure(schedule, behind));
   const Window window = steady_window(enough, behind);
-  if (launches) {
-    const auto run = [&](int batches) {
-      return run_launched(schedule, costs, *launches, batches, window.first, window.last);
-    };
-    LaunchedRun measured = run(enough);
-    result.period = measure_period(measured.timeline, window, /*updates_count=*/false);
-    result.idle = std::move(measured.idle);
-    result.timeline =
-        enough == num_batches ? std::move(measured.timeline) : run(num_batches).timeline;
-  } else {
-    result.period = enough == num_batches
-                        ? measure_period(result.timeline, window)
-                        : measure_period(Execution(schedule, costs, enough).run(), window);
-  }
+  result.period = enough == num_batches
+                      ? measure_period(result.timeline, window)
+                      : measure_period(Execution(schedule, costs, enough).run(), window);
   for (const std::vector<SimulatedAction>& actions : result.timeline) {
     for (const SimulatedAction& action : actions) {
       result.makespan = std::max(result.makespan, action.end);

@@ -87,29 +87,10 @@ struct Costs {
   std::optional<HostCosts> host = std::nullopt;
 };
 
-// What hosts take to launch the work of devices. Each rank's host launches its actions in order, as
-// far ahead of the device as versions let it: before an F it waits until the update that makes what
-// it reads has been launched. A stage's updates are launched by a thread of their own, which reads
-// so many numbers of the device first (norms of gradients), one after another.
-struct LaunchCosts {
-  double seconds = 0;       // of the host, per launch
-  int forward = 1;          // launches
-  int backward = 1;         // of a B, an I or a W
-  int update = 1;           // of a step
-  int reads = 0;            // before a step: a launch each, and a wait for the device
-  double read_seconds = 0;  // from the device's end to the host's going on
-  // Updates are on the same stream as forwards and backwards: each waits for all that was launched
-  // before.
-  bool one_stream = false;
-};
-
-// Seconds of a batch in which no forward or backward is on a rank's device although there is one to
-// be done, by what it waits for.
-struct IdleTime {
-  double messages = 0;  // also while it waits for others, too
-  double updates = 0;   // the device's steps, and what they wait for on other ranks
-  double host = 0;      // launches and reads, of actions and of the update before
-};
+// The copies of a stage cost the same.
+inline const StageCosts& cost_of(const Schedule& schedule, const Costs& costs, int stage) {
+  return costs.stages[stage % schedule.depth()];
+}
 
 struct SimulatedAction {
   int stage = 0;
@@ -135,7 +116,6 @@ struct Simulation {
   std::vector<double> bubbles;
   std::vector<int> most_in_flight;  // per stage: microbatches between F and the end of B or W
   std::vector<double> peak_bytes;   // per rank: the largest of memory_over_time()
-  std::vector<IdleTime> idle;       // per rank, in the period's batches; empty without LaunchCosts
 };
 
 // Runs batches 0 .. num_batches - 1 and a drain. Every rank executes its unrolled lists strictly in
@@ -159,14 +139,8 @@ struct Simulation {
 //
 // The schedule must be legal, see validate(): only its rules 1 to 3 are checked here. Throws
 // ScheduleError for those, Deadlock if ranks wait for each other (the text says what each one waits
-// for), and ValueError for sizes that don't fit, costs that are negative or not finite, and
-// `launches` together with costs.host.
-//
-// With `launches`, hosts and devices are two: an action also begins no sooner than its first
-// launch, and ends no sooner than its last. An update goes on beside the rank's actions, on a
-// stream of its own unless `one_stream`, also where a stage keeps one version.
-Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches,
-                    const std::optional<LaunchCosts>& launches = std::nullopt);
+// for), and ValueError for sizes that don't fit and costs that are negative or not finite.
+Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches);
 
 // About the period of a schedule that flushes, from its second batch alone and without checking
 // anything, as simulate() would: where very many are compared.

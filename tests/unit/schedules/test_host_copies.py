@@ -87,9 +87,6 @@ def test_costs_that_no_host_has_are_refused(
         pd2.simulate("2bw", num_stages=2, num_microbatches=2, host_costs=pd2.HostCosts(**given))
 
 
-def test_a_run_with_launches_has_no_steps_on_hosts() -> None:
-    costs: dict[str, Any] = {"host_costs": pd2.HostCosts(), "launch_costs": pd2.LaunchCosts()}
-    with pytest.raises(ValueError, match="costs of launches and of the host: both"):
-        pd2.simulate("2bw", num_stages=2, num_microbatches=2, **costs)
+def test_costs_of_the_host_are_an_object() -> None:
     with pytest.raises(TypeError, match=re.escape("host_costs: 1 given, it must be HostCosts")):
         pd2.simulate("2bw", num_stages=2, num_microbatches=2, host_costs=1)  # type: ignore[arg-type]

@@ -205,51 +205,6 @@ def test_the_wrong_kind_is_a_type_error(call: Callable[[], Any], message: str) -
         call()
 
 
-def test_launch_costs_tell_what_devices_wait_for() -> None:
-    def run(**given: Any) -> pd2.Simulation:
-        return pd2.simulate(
-            "2bw",
-            num_stages=4,
-            num_microbatches=4,
-            forward=1e-3,
-            backward=2e-3,
-            update=0.2e-3,
-            **given,
-        )
-
-    clipping = pd2.LaunchCosts(
-        seconds=5e-6, forward=20, backward=40, update=10, reads=60, read_seconds=10e-6
-    )
-    beside = run(launch_costs=clipping)
-    assert beside.period == pytest.approx(12e-3)
-    for idle in beside.idle:
-        assert idle.messages + idle.updates + idle.host == pytest.approx(0, abs=1e-9)
-
-    together = run(launch_costs=dataclasses.replace(clipping, one_stream=True))
-    assert together.period == pytest.approx(13.13e-3)
-    assert together.idle[0].host == pytest.approx(0.93e-3)
-    assert together.idle[3].host == pytest.approx(0, abs=1e-9)
-    assert together.idle[3].messages == pytest.approx(1.13e-3)
-    assert run().idle == []
-
-
-@pytest.mark.parametrize(
-    ("costs", "error", "message"),
-    [
-        ({"seconds": -1.0}, ValueError, "launches' seconds: -1: must be finite and >= 0"),
-        ({"reads": -2}, ValueError, "launch_costs.reads: -2, it must be at least 0"),
-        ({"forward": 1.5}, TypeError, "launch_costs.forward: 1.5 given, it must be an int"),
-        (None, TypeError, "launch_costs: 5 given, it must be LaunchCosts"),
-    ],
-)
-def test_bad_launch_costs_are_named(
-    costs: dict[str, Any] | None, error: type[Exception], message: str
-) -> None:
-    given: Any = 5 if costs is None else pd2.LaunchCosts(**costs)
-    with pytest.raises(error, match=message):
-        pd2.simulate("2bw", num_stages=2, num_microbatches=2, launch_costs=given)
-
-
 def test_a_simulation_can_be_drawn_with_its_split_backwards(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     simulation = pd2.simulate("zero_bubble", num_stages=3, num_microbatches=4, num_batches=2)
