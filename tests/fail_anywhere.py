@@ -3,11 +3,12 @@
     python -m tests.fail_anywhere --cases 500 --seed 0       every schedule, threads and processes
     python -m tests.fail_anywhere --case 17 --seed 0         this one alone
     python -m tests.fail_anywhere --spare-buffer             every stage has a spare buffer: nothing
-                                                             ends, and no delay begins anew
+                                                             ends
 
-What is kept must have the bits of a run of these batches alone, and those of the unsplit model
-where there is a definition at hand. Every rank must raise the same. Where the documents let a
-failure end the pipeline, all ranks must raise a StageError, and what they hold must be readable.
+What is kept must have the bits of a run of these batches alone, whose delay begins anew where
+others were discarded, and those of the unsplit model where there is a definition at hand. Every
+rank must raise the same. Where the documents let a failure end the pipeline, all ranks must raise a
+StageError, and what they hold must be readable.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from tests.runs.failing import (
     run_cases,
 )
 from tests.runs.launch import RankError, run_ranks
-from tests.samples.schedule_sizes import TWO_PIPELINES
 
 CASE_SECONDS = 60.0
 """After which a case hangs."""
@@ -59,22 +59,16 @@ class Outcome:
         first = self.by_rank[0]
         if first.ended:
             return "ended, readable"
-        if not first.raised:
-            return "nothing failed"
-        return "delay anew" if any(each.restarts_delay for each in first.raised) else "as if not"
+        return "discarded" if first.raised else "nothing failed"
 
     @property
     def cause(self) -> str:
-        """What let the pipeline end or the delay begin anew; "" if neither did."""
-        if self.kind not in ("ended, readable", "delay anew"):
+        """What let the pipeline end; "" if nothing did."""
+        if self.kind != "ended, readable":
             return ""
-        case, raised = self.case, self.by_rank[0].raised
-        last = next(r for r in reversed(raised) if r.restarts_delay or r.discarded is None)
-        parts = ["pipedream" if case.schedule == "pipedream" else last.where]
-        parts += ["gloo"] if case.transport == GLOO else []
-        has_others = case.width > 1 or case.schedule in TWO_PIPELINES
-        parts += ["replicas or two pipelines"] if has_others else []
-        return ", ".join(parts)
+        case, last = self.case, self.by_rank[0].raised[-1]
+        where = "pipedream" if case.schedule == "pipedream" else last.where
+        return f"{where}, gloo" if case.transport == GLOO else where
 
 
 def judge(case: Case, by_rank: list[Seen]) -> str:
@@ -82,10 +76,7 @@ def judge(case: Case, by_rank: list[Seen]) -> str:
     for rank, seen in enumerate(by_rank):
         if seen.wrong:
             return f"rank {rank}: {seen.wrong}"
-    shown = [
-        [(each.kind, each.discarded, each.restarts_delay) for each in seen.raised]
-        for seen in by_rank
-    ]
+    shown = [[(each.kind, each.discarded) for each in seen.raised] for seen in by_rank]
     if any(each != shown[0] for each in shown):
         return f"ranks raised different errors: {shown}"
     first = by_rank[0]

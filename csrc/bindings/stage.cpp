@@ -92,7 +92,6 @@ void bind_weights(StageClass& stage) {
           "newest_slot", [newest](const Stage& self) { return self.versions().slot(newest(self)); })
       .def_property_readonly("num_versions", &Stage::num_versions)
       .def_property_readonly("num_slots", &Stage::num_slots)
-      .def("keeps_version_of", &Stage::keeps_version_of, py::arg("batch"))
       .def_property_readonly("most_live_versions",
                              [](const Stage& self) { return self.versions().most_live_versions(); })
       .def("restart_delay", &Stage::restart_delay)

@@ -95,14 +95,6 @@ class Case:
         is_late = is_backward and fails_late
         return not self.has_verdicts and (is_early or is_late or self.transport == GLOO)
 
-    def may_restart_delay(self, error: StageError) -> bool:
-        """Whether the documents let the delay begin anew after it."""
-        is_backward = error.action in ("backward", "input gradient", "weight gradient")
-        is_early = is_backward and error.stage != self.sizes.num_stages - 1
-        has_others = self.width > 1 or self.schedule in TWO_PIPELINES
-        may = is_early or has_others or self.transport == GLOO
-        return max(self.delay) > 0 and not self.spare and may
-
 
 @dataclasses.dataclass
 class Raised:
@@ -114,7 +106,6 @@ class Raised:
 
     kind: str
     discarded: tuple[int, ...] | None
-    restarts_delay: bool
     text: str
     where: str = ""
 
@@ -126,7 +117,7 @@ class Seen:
     Attributes:
         raised: each time batches were taken back, or the pipeline ended.
         kept: the positions of the train_steps that were not discarded.
-        restarts: before which of these the delay began anew.
+        restarts: before which of these the delay began anew: after each discarded batch.
         losses: of the train_steps that were kept.
         met: the failures that were raised in this process.
         wrong: what is wrong; "" if nothing is.
@@ -364,21 +355,19 @@ class _Loop:
         kind = type(error).__name__
         is_last = error.stage == self.case.sizes.num_stages - 1
         where = f"{error.action}, {'the last' if is_last else 'an earlier'} stage"
-        seen.raised.append(Raised(kind, error.discarded, error.restarts_delay, str(error), where))
+        seen.raised.append(Raised(kind, error.discarded, str(error), where))
         if error.discarded is None:
             seen.ended = kind
             if not self.case.may_end(error):
                 seen.wrong = f"the pipeline has ended: {error}"
             return
-        if error.restarts_delay and not self.case.may_restart_delay(error):
-            seen.wrong = f"the delay begins anew: {error}"
         if error.discarded:
             first = error.discarded[0]
             if error.discarded != tuple(range(first, len(seen.kept))):
                 seen.wrong = f"{len(seen.kept)} train_steps, but {error}"
             del seen.kept[first:], self.losses[first:]
             seen.restarts[:] = [n for n in seen.restarts if n <= first]
-            if error.restarts_delay and first not in seen.restarts:
+            if first not in seen.restarts:
                 seen.restarts.append(first)
 
     def train_on(self, position: int, *, is_again: bool) -> None:
@@ -395,7 +384,7 @@ class _Loop:
             loss = self.survive(lambda: pipe.train_step(*batch.args, target=batch.target))
         except (ValueError, TypeError) as error:  # all ranks refuse it
             if batch is not self.given[position] or case.width > 1:
-                seen.raised.append(Raised(type(error).__name__, (), False, str(error)))
+                seen.raised.append(Raised(type(error).__name__, (), str(error)))
                 return
             raise
         if seen.ended:

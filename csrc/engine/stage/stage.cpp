@@ -146,7 +146,6 @@ void Stage::load_versions(std::int64_t oldest, std::int64_t newest) {
   PD2_CHECK(newest - oldest < num_versions_, "versions ", oldest, " to ", newest,
             " are to be loaded: the stage keeps ", num_versions_);
   versions_.load(oldest, newest);
-  newest_batch_ = -1;  // batches are counted from here
 }
 
 at::Tensor Stage::gradient(std::size_t parameter) const {
@@ -220,7 +219,6 @@ std::int64_t Stage::version_before_gradients(std::int64_t batch) const {
 
 void Stage::begin_batch(std::int64_t batch) {
   const std::size_t buffer = gradient_buffer(batch);
-  newest_batch_ = batch;
   for (auto& gradient : gradients_) {
     gradient->begin_batch(buffer);
   }
@@ -256,7 +254,6 @@ void Stage::begin_nothing(std::int64_t batch, bool replicas_know) {
     host_->begin_update(/*sums=*/false);
   }
   if (replicas_ && !replicas_know) {
-    newest_batch_ = std::max(newest_batch_, batch);  // the sum is written there
     update_.gradients = gradient_buffer(batch);
     update_.sum = replicas_->end_batch(update_.gradients);
   }

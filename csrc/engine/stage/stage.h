@@ -213,13 +213,10 @@ class Stage {
   // replicas share them out; then every replica calls it, drained.
   std::vector<at::Tensor> whole_masters(const std::function<bool()>& is_stopped);
 
-  // Whether the version that the batch read is still there. Its update has not been made.
-  bool keeps_version_of(std::int64_t batch) const {
-    return !rotates() || newest_batch_ - batch < num_slots() - num_versions_;
-  }
-  // The batch and all later ones have not been.
-  void take_back(std::int64_t batch) {
-    newest_batch_ = std::min(newest_batch_, batch - 1);
+  // Batches have not been, whose gradients may lie where an older version was: the delay begins
+  // anew, at the newest one.
+  void take_back() {
+    versions_.reset();
     if (host_) {
       host_->forget();
     }
@@ -369,7 +366,6 @@ class Stage {
   const int num_versions_;
   const bool has_spare_;
   bool reads_first_ = true;
-  std::int64_t newest_batch_ = -1;  // whose gradients' buffer may have been written to
   bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype
   std::vector<std::unique_ptr<FlatPacking>> packings_;  // by dtype
   std::vector<Place> places_;                           // by parameter

@@ -181,9 +181,12 @@ void StageUpdates::drop(const Complete& gradients) const {
 void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
   PD2_ASSERT(!is_under_way_, "an update is under way");
   given_.reset();
-  stage_.take_back(batch);
-  PD2_CHECK(stage_.versions().newest() <= batch, "batch ", batch, " is to be taken back, version ",
-            stage_.versions().newest(), " has been made");
+  const std::int64_t newest = stage_.versions().newest();
+  PD2_CHECK(newest <= batch, "batch ", batch, " is to be taken back, version ", newest,
+            " has been made");
+  if (newest == batch) {  // an evaluation comes after all batches, and changes nothing
+    stage_.take_back();
+  }
   submitted_.erase(submitted_.lower_bound(run), submitted_.end());
   loss_scales_.erase(loss_scales_.lower_bound(run), loss_scales_.end());
   if (complete_ && complete_->batch >= batch) {

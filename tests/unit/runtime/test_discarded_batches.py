@@ -250,7 +250,7 @@ SPARE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SPARE)
 @pytest.mark.parametrize("call", [3 * M + 2, 4 * M + M - 1])
-def test_with_a_spare_buffer_the_delay_goes_on_after_any_failure(name: str, call: int) -> None:
+def test_with_a_spare_buffer_any_failure_is_discarded(name: str, call: int) -> None:
     options = {"schedule": "2bw", "optimizer": torch.optim.SGD, **SPARE[name]}
     limit = options.pop("max_grad_norm", None)
     given = batches(COUNT, ROWS)
@@ -263,7 +263,6 @@ def test_with_a_spare_buffer_the_delay_goes_on_after_any_failure(name: str, call
         optimizer_options={} if limit is None else {"max_grad_norm": limit},
         **options,
     )
-    assert not outcome.restarts
     check(
         outcome,
         given,
@@ -291,7 +290,6 @@ def test_under_pipedream_any_failure_is_discarded_where_updates_wait(
         **(options if limit is None else {"optimizer_options": options}),
     )
     assert [error.discarded[0] for error in outcome.errors] == [3]
-    assert not outcome.restarts
     check(
         outcome,
         given,

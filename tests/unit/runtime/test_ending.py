@@ -314,7 +314,7 @@ by the last ``exec`` that some import has run."""
             "pipedream2bw.errors.StageError: stage 1, batch 0, microbatch 0, forward: "
             "RuntimeError: The size of tensor a (4) must match the size of tensor b (3) at "
             "non-singleton dimension 1. Discarded: train_steps 0; the pipeline is open, drained "
-            "and as it was before them, at version 0",
+            "and as it was before them, and goes on from version 0",
         ),
         (
             "train(1); import os, signal; os.kill(os.getpid(), signal.SIGINT)",
