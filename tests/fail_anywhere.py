@@ -2,8 +2,7 @@
 
     python -m tests.fail_anywhere --cases 500 --seed 0       every schedule, threads and processes
     python -m tests.fail_anywhere --case 17 --seed 0         this one alone
-    python -m tests.fail_anywhere --spare-buffer             every stage has a spare buffer: nothing
-                                                             ends
+    python -m tests.fail_anywhere --updates-wait             for all stages, in all cases: none ends
 
 What is kept must have the bits of a run of these batches alone, whose delay begins anew where
 others were discarded, and those of the unsplit model where there is a definition at hand. Every
@@ -172,13 +171,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="the number of a case to run alone")
-    parser.add_argument("--spare-buffer", action="store_true", help="in all of them")
+    parser.add_argument("--updates-wait", action="store_true", help="for a norm, in all of them")
     parser.add_argument("--jobs", type=int, default=1, help="sets of processes at once")
     options = parser.parse_args()
     numbers = range(options.cases) if options.case is None else [options.case]
     cases = [draw(number, options.seed) for number in numbers]
-    if options.spare_buffer:
-        cases = [dataclasses.replace(case, spare=True) for case in cases]
+    if options.updates_wait:
+        cases = [dataclasses.replace(case, clip="norm") for case in cases]
     begin = time.monotonic()
     outcomes: list[Outcome] = []
     for outcome in in_turns(cases, options.jobs):
@@ -194,7 +193,7 @@ def main() -> int:
         lambda each: [each.cause] if each.cause else [],
         lambda each: [failure.kind for failure in each.case.failures],
         lambda each: [each.case.schedule],
-        lambda each: [f"spare buffer: {each.case.spare}"],
+        lambda each: [f"updates wait: {each.case.has_verdicts}"],
         lambda each: [f"{each.case.transport}, d = {each.case.depth}, w = {each.case.width}"],
     ):
         print(table(outcomes, keys), "\n")

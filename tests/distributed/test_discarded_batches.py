@@ -48,7 +48,7 @@ def two_ranks(rank: int, world: int, transport: str) -> list[Outcome]:
             num_microbatches=1 if schedule == "pipedream" else M,
             schedule=schedule,
             norm=schedule != "pipedream",
-            spare_buffer=waits,
+            optimizer_options={"max_grad_norm": math.inf if waits else None},
         )
         for (schedule, kind, layer, call), waits in cases_over(transport)
     ]
@@ -60,7 +60,6 @@ def two_replicas(rank: int, world: int) -> list[tuple[Outcome, Outcome]]:
     for kind, options in (
         ("forward", {"schedule": "2bw"}),
         ("backward", {"schedule": "2bw", "optimizer_options": {"max_grad_norm": 0.05}}),
-        ("forward", {"schedule": "2bw", "spare_buffer": True}),
         ("forward", {"schedule": "2bw", "num_microbatches": [M - 1, M]}),
         ("hook", {"schedule": "1f1b", "accumulate": 2}),
         ("forward", {"schedule": "2bw", "optimizer_options": {"shard_state": True}}),
@@ -189,7 +188,7 @@ def closes_without_a_flush(rank: int, world: int, transport: str) -> list[float]
     """Its last forwards wait for updates that only later batches, or a drain, let begin."""
     given = batches(3, 2)
     losses = []
-    for options in ({"spare_buffer": True}, {}):
+    for limit in (math.inf, 0.1):
         pipe = pd2.PipelineModule(
             list(make_model((), world, norm=False)),
             mse_loss,
@@ -197,10 +196,9 @@ def closes_without_a_flush(rank: int, world: int, transport: str) -> list[float]
             num_microbatches=1,
             example_args=given[0].args,
             timeout=20.0,
-            **options,
         )
         sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        opt = pd2.PipelineOptimizer(sgd, max_grad_norm=None if options else 0.1)
+        opt = pd2.PipelineOptimizer(sgd, max_grad_norm=limit)
         lazy = []
         for batch in given:
             lazy.append(pipe.train_step(*batch.args, target=batch.target))

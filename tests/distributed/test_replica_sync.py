@@ -100,7 +100,8 @@ def test_a_batch_that_one_site_discards_is_none_of_the_others_business(tmp_path:
     results = run_ranks(discard, 2, args=(str(tmp_path),), rendezvous="none", timeout=60)
 
     def begin_delay_anew(oracle: SeldomOracle) -> None:
-        oracle.sites[1].oracle.restart_delay()
+        site: Any = oracle.sites[1]
+        site.oracle.restart_delay()
 
     before = {3: begin_delay_anew, 6: begin_delay_anew}
     want = expected(Setting(), results[0].value.stages, before)

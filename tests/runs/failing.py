@@ -38,7 +38,6 @@ class Case:
 
     Attributes:
         depth: ranks of a replica.
-        spare: whether stages keep a spare buffer.
         clip: "", "norm" or "value".
         evaluates, reads, flushes: positions before or after which this is done.
     """
@@ -58,7 +57,6 @@ class Case:
     tied: bool
     accumulate: int
     recompute: bool
-    spare: bool
     warmup: int
     count: int
     failures: tuple[Failure, ...]
@@ -84,7 +82,7 @@ class Case:
         """Whether all stages are known to have done a batch before any makes its update."""
         has_room = self.precision is None and self.optimizer != "muon"
         is_free = self.schedule != "pipedream" and (max(self.delay) == 0 or has_room)
-        return self.clip == "norm" or self.scaled or self.spare or is_free
+        return self.clip == "norm" or self.scaled or is_free
 
     def may_end(self, error: StageError) -> bool:
         """Whether the documents let this failure end the pipeline."""
@@ -183,7 +181,6 @@ def draw(number: int, seed: int) -> Case:
         evaluates=frozenset(i for i in range(count) if chance.random() < 0.15),
         reads=frozenset(i for i in range(count) if chance.random() < 0.3),
         flushes=frozenset(i for i in range(count) if chance.random() < 0.1),
-        spare=chance.random() < 0.3,
     )
 
 
@@ -315,7 +312,6 @@ def _pipeline(case: Case, failing: Failing) -> pd2.PipelineModule:
         precision=case.precision,
         accumulate=case.accumulate,
         recompute=case.recompute,
-        spare_buffer=case.spare,
         warmup_batches=case.warmup,
         metrics={"mean": sample.metric_of(failing)},
         timeout=20.0,

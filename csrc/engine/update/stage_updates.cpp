@@ -29,11 +29,9 @@ void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
   begin({run, batch}, apply);
 }
 
-void StageUpdates::set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone,
-                                bool hold_up_forwards) {
+void StageUpdates::set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone) {
   verdicts_ = std::move(verdicts);
   is_alone_ = is_alone;
-  hold_up_forwards_ = verdicts_ && hold_up_forwards;
   if (complete_) {  // of a batch that was trained before anybody asked for verdicts
     give_word(complete_->run);
   }

@@ -156,6 +156,7 @@ def test_a_discarded_batch_leaves_no_learning_rate_to_the_next(kind: Any) -> Non
                     trained.append(number)
                     opt.step()
                 except pd2.errors.StageError as error:
+                    assert error.discarded is not None  # noqa: PT017
                     del trained[error.discarded[0] :]
             pipe.flush()
             return copy_of(pipe.state_dict()), trained

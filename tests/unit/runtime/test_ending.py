@@ -270,9 +270,10 @@ def run(folder: Path, script: str, *, fails: bool = False) -> RankResult:
             """
             pipe = pd2.PipelineModule(
                 [nn.Linear(4, 4) for _ in range(3)], nn.functional.mse_loss, num_microbatches=1,
-                schedule="pipedream", spare_buffer=True, example_args=(X,),
+                schedule="pipedream", example_args=(X,),
             )
-            opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+            sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            opt = pd2.PipelineOptimizer(sgd, max_grad_norm=0.1)
             train(3)
             """,
             id="forwards-wait-for-later-batches",
