@@ -85,8 +85,9 @@ class StageError(_WithDataError, RuntimeError):
     """A failure in a running pipeline; every rank raises the first one.
 
     What the user's code raises discards a batch, where all stages can do without it: the pipeline
-    is then open, drained, and as it was before that batch. Any other failure ends the pipeline, and
-    every later call raises it again.
+    is then open, drained, and as it was before that batch; its delay begins anew, so that the next
+    batch reads the newest weights. Any other failure ends the pipeline, and every later call raises
+    it again.
 
     The rank that failed chains the exception itself as ``__cause__``; the others chain a
     :class:`RemoteTraceback`. What is not known, or does not apply, is None.
@@ -103,8 +104,6 @@ class StageError(_WithDataError, RuntimeError):
         discarded: the numbers of the train_steps that were taken back, of the batch that failed and
             of later ones (none if an evaluation failed): the next train_steps have these numbers.
             None: the pipeline has ended.
-        restarts_delay: whether the version that the discarded batch read is gone, so that the next
-            batch reads the newest one, as after ``load_state_dict``.
     """
 
     rank: int | None = None
@@ -115,7 +114,6 @@ class StageError(_WithDataError, RuntimeError):
     action: str | None = None
     cause: str | None = None
     discarded: tuple[int, ...] | None = None
-    restarts_delay: bool = False
 
 
 class PeerLost(StageError):  # noqa: N818

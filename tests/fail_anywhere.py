@@ -2,12 +2,12 @@
 
     python -m tests.fail_anywhere --cases 500 --seed 0       every schedule, threads and processes
     python -m tests.fail_anywhere --case 17 --seed 0         this one alone
-    python -m tests.fail_anywhere --spare-buffer             every stage has a spare buffer: nothing
-                                                             ends, and no delay begins anew
+    python -m tests.fail_anywhere --updates-wait             for all stages, in all cases: none ends
 
-What is kept must have the bits of a run of these batches alone, and those of the unsplit model
-where there is a definition at hand. Every rank must raise the same. Where the documents let a
-failure end the pipeline, all ranks must raise a StageError, and what they hold must be readable.
+What is kept must have the bits of a run of these batches alone, whose delay begins anew where
+others were discarded, and those of the unsplit model where there is a definition at hand. Every
+rank must raise the same. Where the documents let a failure end the pipeline, all ranks must raise a
+StageError, and what they hold must be readable.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from tests.runs.failing import (
     run_cases,
 )
 from tests.runs.launch import RankError, run_ranks
-from tests.samples.schedule_sizes import TWO_PIPELINES
 
 CASE_SECONDS = 60.0
 """After which a case hangs."""
@@ -59,22 +58,16 @@ class Outcome:
         first = self.by_rank[0]
         if first.ended:
             return "ended, readable"
-        if not first.raised:
-            return "nothing failed"
-        return "delay anew" if any(each.restarts_delay for each in first.raised) else "as if not"
+        return "discarded" if first.raised else "nothing failed"
 
     @property
     def cause(self) -> str:
-        """What let the pipeline end or the delay begin anew; "" if neither did."""
-        if self.kind not in ("ended, readable", "delay anew"):
+        """What let the pipeline end; "" if nothing did."""
+        if self.kind != "ended, readable":
             return ""
-        case, raised = self.case, self.by_rank[0].raised
-        last = next(r for r in reversed(raised) if r.restarts_delay or r.discarded is None)
-        parts = ["pipedream" if case.schedule == "pipedream" else last.where]
-        parts += ["gloo"] if case.transport == GLOO else []
-        has_others = case.width > 1 or case.schedule in TWO_PIPELINES
-        parts += ["replicas or two pipelines"] if has_others else []
-        return ", ".join(parts)
+        case, last = self.case, self.by_rank[0].raised[-1]
+        where = "pipedream" if case.schedule == "pipedream" else last.where
+        return f"{where}, gloo" if case.transport == GLOO else where
 
 
 def judge(case: Case, by_rank: list[Seen]) -> str:
@@ -82,10 +75,7 @@ def judge(case: Case, by_rank: list[Seen]) -> str:
     for rank, seen in enumerate(by_rank):
         if seen.wrong:
             return f"rank {rank}: {seen.wrong}"
-    shown = [
-        [(each.kind, each.discarded, each.restarts_delay) for each in seen.raised]
-        for seen in by_rank
-    ]
+    shown = [[(each.kind, each.discarded) for each in seen.raised] for seen in by_rank]
     if any(each != shown[0] for each in shown):
         return f"ranks raised different errors: {shown}"
     first = by_rank[0]
@@ -181,13 +171,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="the number of a case to run alone")
-    parser.add_argument("--spare-buffer", action="store_true", help="in all of them")
+    parser.add_argument("--updates-wait", action="store_true", help="for a norm, in all of them")
     parser.add_argument("--jobs", type=int, default=1, help="sets of processes at once")
     options = parser.parse_args()
     numbers = range(options.cases) if options.case is None else [options.case]
     cases = [draw(number, options.seed) for number in numbers]
-    if options.spare_buffer:
-        cases = [dataclasses.replace(case, spare=True) for case in cases]
+    if options.updates_wait:
+        cases = [dataclasses.replace(case, clip="norm") for case in cases]
     begin = time.monotonic()
     outcomes: list[Outcome] = []
     for outcome in in_turns(cases, options.jobs):
@@ -203,7 +193,7 @@ def main() -> int:
         lambda each: [each.cause] if each.cause else [],
         lambda each: [failure.kind for failure in each.case.failures],
         lambda each: [each.case.schedule],
-        lambda each: [f"spare buffer: {each.case.spare}"],
+        lambda each: [f"updates wait: {each.case.has_verdicts}"],
         lambda each: [f"{each.case.transport}, d = {each.case.depth}, w = {each.case.width}"],
     ):
         print(table(outcomes, keys), "\n")

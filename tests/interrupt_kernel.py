@@ -6,8 +6,9 @@ Needs ``ipykernel`` and ``jupyter_client``, which the extra ``test`` installs.
 
 A cell trains, evaluates, flushes and reads losses in an endless loop until the interrupt, which may
 come in a batch whose ``opt.step()`` is missing: the next train_step discards that. In the end the
-weights must be those of the unsplit model on the batches whose train_step counted, bit for bit, and
-the kernel must have as many threads as after the first tenth.
+weights must be those of the unsplit model on the batches whose train_step counted, whose delay
+begins anew after each discarded batch, bit for bit, and the kernel must have as many threads as
+after the first tenth.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 import pipedream2bw as pd2
+from pipedream2bw.runtime.extension import Extension
 from tests.references.oracle import Batch, Oracle
 from tests.runs.trajectory import copy_of
 
@@ -57,6 +59,15 @@ def make_model():
 pipe = pd2.PipelineModule(list(make_model()), mse_loss, num_microbatches=4,
                           schedule={schedule!r}, example_args=batch(0).args)
 opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.5))
+class Restarts(Extension):
+    def __init__(self):
+        self.before = set()  # train_steps
+
+    def taken_back(self, taken):
+        self.before.add(taken.train_step)
+
+restarts = Restarts()
+pipe.session.extensions.add(restarts)
 number, counted = 0, {{}}  # counted: the batches' numbers by train_step; one that counts anew wins
 
 def train_one():
@@ -108,6 +119,8 @@ oracle = Oracle(
 )
 assert sorted(counted) == list(range(len(counted))), sorted(counted)
 for step in sorted(counted):
+    if step in restarts.before:
+        oracle.restart_delay()
     oracle.train_step(batch(counted[step]))
 got, want = pipe.state_dict(), model.state_dict()
 differing = [name for name in want if not torch.equal(got[name], want[name])]

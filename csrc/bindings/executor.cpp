@@ -176,7 +176,7 @@ void bind_making(ExecutorClass& executor) {
           },
           py::kw_only(), py::arg("wiring"), py::arg("edges"), py::arg("joint"))
       .def("set_verdicts", &Executor::set_verdicts, py::arg("verdicts").none(true),
-           py::arg("hold_up_forwards"), py::call_guard<py::gil_scoped_release>())
+           py::call_guard<py::gil_scoped_release>())
       .def("take_back", &Executor::take_back, py::arg("batch"), py::arg("run"),
            py::call_guard<py::gil_scoped_release>())
       .def("count_anew", &Executor::count_anew)

@@ -30,21 +30,21 @@ void bind_making(StageClass& stage) {
                        std::vector<int> sum_order, std::int64_t bucket_bytes,
                        std::shared_ptr<CopySum> copy_sum, int copy,
                        std::vector<at::ScalarType> dtypes, bool split_master,
-                       std::optional<at::ScalarType> gradient_dtype, bool has_spare,
+                       std::optional<at::ScalarType> gradient_dtype,
                        std::shared_ptr<StageStreams> streams, bool steps_on_host) {
              return std::make_shared<Stage>(
                  parameters, std::move(names), num_versions,
                  Replicas{resolve_group(replica_group), std::move(sum_order)}, bucket_bytes,
                  CopySumEnd{std::move(copy_sum), copy},
-                 StagePrecision{std::move(dtypes), split_master, gradient_dtype}, has_spare,
+                 StagePrecision{std::move(dtypes), split_master, gradient_dtype},
                  std::move(streams), steps_on_host);
            }),
            py::kw_only(), py::arg("parameters"), py::arg("names"), py::arg("num_versions"),
            py::arg("replica_group") = "", py::arg("sum_order") = std::vector<int>(),
            py::arg("bucket_bytes") = 0, py::arg("copy_sum") = py::none(), py::arg("copy") = 0,
            py::arg("dtypes") = std::vector<at::ScalarType>(), py::arg("split_master") = false,
-           py::arg("gradient_dtype") = py::none(), py::arg("has_spare") = false,
-           py::arg("streams") = py::none(), py::arg("steps_on_host") = false)
+           py::arg("gradient_dtype") = py::none(), py::arg("streams") = py::none(),
+           py::arg("steps_on_host") = false)
       .def("attach", &Stage::attach, py::arg("parameter"), py::arg("slot_parameter"))
       .def("tie", &Stage::tie, py::arg("sum"), py::arg("copy"), py::arg("parameters"))
       .def(
@@ -92,7 +92,6 @@ void bind_weights(StageClass& stage) {
           "newest_slot", [newest](const Stage& self) { return self.versions().slot(newest(self)); })
       .def_property_readonly("num_versions", &Stage::num_versions)
       .def_property_readonly("num_slots", &Stage::num_slots)
-      .def("keeps_version_of", &Stage::keeps_version_of, py::arg("batch"))
       .def_property_readonly("most_live_versions",
                              [](const Stage& self) { return self.versions().most_live_versions(); })
       .def("restart_delay", &Stage::restart_delay)

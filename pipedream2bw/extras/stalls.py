@@ -110,9 +110,9 @@ def data_stalls(
 
     Nothing is trained. All train_steps are one batch under :meth:`PipelineModule.no_sync`, which
     has no update and is taken back at the end (:meth:`PipelineModule.discard_batch`): weights,
-    optimizer, buffers, random numbers and the count of batches are as before. A batch takes less
-    than in training by what its update is not hidden. Forwards and backwards do run, and hooks and
-    metrics are called.
+    optimizer, buffers, random numbers and the count of batches are as before; the delay begins
+    anew. A batch takes less than in training by what its update is not hidden. Forwards and
+    backwards do run, and hooks and metrics are called.
 
     Every rank calls it, each with the loader that feeds it; each gets what it measured. What is
     loaded beside the pipeline's work costs nothing until it takes longer than that. What beginning

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from ..ranks.agreement import Operation, UpdatesMayWait
@@ -10,18 +11,17 @@ from ..runtime.session import Session
 
 
 def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm: bool) -> None:
-    """Makes updates wait for all stages where that takes neither time nor memory, or is asked for.
+    """Makes updates wait for all stages where that takes neither time nor memory.
 
     Under a schedule of one delay it takes no time. It takes no memory where the gradients have a
-    buffer to wait in: where all buffers take turns, or where the stages wait for the update. A
-    spare buffer asks for it; with a norm they wait anyway. Every rank calls it, drained.
+    buffer to wait in: where all buffers take turns, or where the stages wait for the update. With a
+    norm they wait anyway. Every rank calls it, drained.
 
     Args:
         kinds: the fused pass of each optimizer; None: its own step.
 
     Raises:
-        ValueError: a spare buffer asks for it, or a gradient hook needs it, and the schedule could
-            not go on.
+        ValueError: a gradient hook needs it, and the schedule could not go on.
     """
     engines = [stage.weights.engine for stage in session.stages]
     is_free = session.schedule.has_one_delay and all(
@@ -30,16 +30,11 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
         or (None not in kinds and engine.num_slots > engine.num_versions)
         for engine in engines
     )
-    has_spare = session.stages.options.spare_buffer
-    mine = has_norm or has_spare or is_free
+    mine = has_norm or is_free
     with session.ending.failing_closes():
         announced = session.agree(
             Operation.new_optimizer, session.num_train_steps, lambda: UpdatesMayWait(mine)
         )
-        try:
+        with contextlib.suppress(ValueError):  # then some failures end the pipeline
             session.stages.let_updates_wait(all(each.can for each in announced))
-        except ValueError as error:
-            if has_spare:
-                raise ValueError(f"spare_buffer: True, but updates cannot wait: {error}") from None
-            # Then some failures end the pipeline.
     check_hooks(session)

@@ -179,14 +179,6 @@ class PipelineModule(nn.Module):
             which the script uses, are left alone (but see the README for GPUs).
             :func:`reference_random` makes the unsplit model draw them. ``"torch"``: stages draw
             from those, which all threads share; not with ``recompute``. Evaluation always does.
-        spare_buffer: True: under a schedule with a delay, stages keep one more buffer of the size
-            of their gradients: a batch is discarded without a trace, whatever failed in it. The
-            planner does not count it. Under ``"pipedream"`` updates then wait for all stages, as
-            with ``max_grad_norm``: the last stage's forward follows the first one's backward of the
-            batch before, so that a batch takes one forward and d backwards, and a loss may need
-            more train_steps (:class:`Loss`). In processes with devices two stages may do so.
-            False: after some failures (in a backward before the last stage, or with replicas) the
-            delay begins anew: the error's ``restarts_delay``, or the pipeline ends.
         graphs: ``"auto"``: forwards and backwards become a device's graphs (CUDA), a launch each
             without Python; see :meth:`graph_report`. True: what cannot be recorded raises.
         timeout: seconds that a rank waits for another before the pipeline fails.
@@ -234,7 +226,6 @@ class PipelineModule(nn.Module):
         optimizer_device: str | torch.device | None = None,
         autocast: torch.dtype | None = None,
         random: str = "keyed",
-        spare_buffer: bool = False,
         graphs: bool | str = False,
         timeout: float = 1800.0,
     ) -> None:
@@ -395,7 +386,8 @@ class PipelineModule(nn.Module):
     def discard_batch(self) -> tuple[int, ...]:
         """Takes back the ``train_step`` calls since the last ``opt.step()``; gives their numbers.
 
-        Every rank calls it; drains. After an interrupt the next ``train_step`` does it by itself.
+        Every rank calls it; drains. The next batch reads the newest weights. After an interrupt the
+        next ``train_step`` does it by itself.
         """
         return self.session.discard_batch()
 

@@ -172,7 +172,6 @@ def check(
         bucket_cap_mb=options.bucket_cap_mb,
         replica_sums=options.replica_sums,
         warmup_batches=options.warmup_batches,
-        spare_buffer=options.spare_buffer,
         optimizer_on_host=options.optimizer_device is not None,
         graphs=options.graphs,
         microbatches_of_replicas=arrangement.microbatches_of_replicas,

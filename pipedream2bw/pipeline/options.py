@@ -52,7 +52,6 @@ class Options:
     optimizer_device: str | torch.device | None
     autocast: torch.dtype | None
     random: str
-    spare_buffer: bool
     graphs: bool | str
     timeout: float
 
@@ -61,7 +60,7 @@ class Options:
         metrics = list(self.metrics) if isinstance(self.metrics, Mapping) else self.metrics
         names = (
             *("accumulate", "loss_reduction", "replicated", "compile", "bucket_cap_mb"),
-            *("precision", "split_master", "autocast", "warmup_batches", "random", "spare_buffer"),
+            *("precision", "split_master", "autocast", "warmup_batches", "random"),
             *("graphs", "timeout", "optimizer_device", "replica_sums", "gradient_dtype"),
             "dynamic_shapes",
         )
@@ -98,9 +97,8 @@ def check_options(options: Options, loss_fn: object, width: object) -> None:
     check_whole_number("warmup_batches", options.warmup_batches, at_least=0)
     if options.optimizer_device is not None:
         check_optimizer_device(options.optimizer_device)
-    for name in ("spare_buffer", "dynamic_shapes"):
-        if (value := getattr(options, name)) not in (True, False):
-            raise ValueError(f"{name}: {value!r}, known: True, False")
+    if options.dynamic_shapes not in (True, False):
+        raise ValueError(f"dynamic_shapes: {options.dynamic_shapes!r}, known: True, False")
 
 
 def check_normalizer(options: Options) -> None:

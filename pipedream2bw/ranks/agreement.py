@@ -203,21 +203,14 @@ class ControlPlane:
         """The first batch that any rank knows to be discarded. Every rank calls it, drained."""
         return _first_discarded(self._exchange_rows(Operation.end_of_drain, 0, False, ()))
 
-    def why_discarded(self, batch: int, *, has_version: bool) -> tuple[StageError, bool]:
-        """Why a batch is discarded, and whether all have the version that it read.
-
-        Every rank calls it, drained.
-
-        Args:
-            has_version: whether this rank's stages do.
-        """
+    def why_discarded(self, batch: int) -> StageError:
+        """Why a batch is discarded. Every rank calls it, drained."""
         error = self.discards.error if self.discards.batch == batch else None
         if self.group is None:
             assert error is not None
-            return error, has_version
-        told = self.told_by_all((None if error is None else to_document(error), has_version))
-        document = next(document for document, _ in told if document is not None)
-        return from_document(document), all(has for _, has in told)
+            return error
+        told = self.told_by_all(None if error is None else to_document(error))
+        return from_document(next(document for document in told if document is not None))
 
     def _exchange_rows(
         self, operation: Operation, number: int, failed: bool, told: Sequence[int]

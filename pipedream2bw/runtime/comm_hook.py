@@ -99,7 +99,7 @@ def check_hooks(session: Session, *, is_new: bool = False) -> None:
         raise ValueError(
             f"register_comm_hook: schedule {session.schedule.name!r} and these optimizers make a "
             "stage's update before all stages are through with the batch: hooks need SGD, Adam or "
-            "AdamW, max_grad_norm= or spare_buffer=True, and a schedule of one delay"
+            "AdamW, or max_grad_norm= (inf clips nothing), and a schedule of one delay"
         )
 
 

@@ -90,9 +90,7 @@ class Discarding:
             num_train_steps: calls so far.
         """
         stages, discards = self._stages, self._control.discards
-        # The next batch's gradients may be added up where the version lies that it read.
-        mine = all(stage.weights.engine.keeps_version_of(batch) for stage in stages)
-        failure, has_version = self._control.why_discarded(batch, has_version=mine)
+        failure = self._control.why_discarded(batch)
         is_mine = discards.batch == batch
         original = stages.take_error(discards.kept if is_mine else -1)
         is_evaluation = batch not in self._begun
@@ -100,23 +98,18 @@ class Discarding:
         begun = self._begun.get(batch, now)
         discarded = tuple(range(begun.train_steps, num_train_steps))
         updates = max(0, self._accumulation.num_updates - batch)
-        restarts_delay = not (has_version or is_evaluation)
         stages.take_back(batch, begun.train_steps, batches=not is_evaluation)
         text = f"{failure}. The evaluation was discarded, the pipeline is open"
         if not is_evaluation:
             shown = ", ".join(map(str, discarded))
             text = (
                 f"{failure}. Discarded: train_steps {shown}; the pipeline is open, drained and as "
-                f"it was before them, at version {batch}"
+                f"it was before them, and goes on from version {batch}"
             )
             self._accumulation.take_back(batch, begun.counts)
-            if restarts_delay:
-                text += "; the delay begins anew"
-                for stage in stages:
-                    stage.weights.engine.restart_delay()
         self._begun = {other: kept for other, kept in self._begun.items() if other < batch}
         error = reworded(failure, text)
-        error.discarded, error.restarts_delay = discarded, restarts_delay
+        error.discarded = discarded
         error.__cause__ = failure.__cause__
         taken = TakenBack(batch, begun.train_steps, updates, error)
         self._taken_back.append(taken.train_step)

@@ -21,8 +21,6 @@ class JointUpdates:
         schedule: _C.Schedule,
         ties: Sequence[Sequence[int]],
         executors: Sequence[_C.Executor],
-        *,
-        join_all: bool,
     ) -> None:
         """Has no norm so far.
 
@@ -30,11 +28,9 @@ class JointUpdates:
             schedule: what the stages do.
             ties: stages of the model with parameters in common that are trained.
             executors: those that post receives by a plan.
-            join_all: whether all stages wait for each other, also without a norm.
         """
         copies = range(0, schedule.num_stages, schedule.depth)
         self.have_norm = False
-        self._join_all = join_all
         self._has_one_delay = schedule.has_one_delay
         self._all = range(schedule.num_stages)
         self._tied = [[first + stage for first in copies for stage in tie] for tie in ties]
@@ -43,7 +39,7 @@ class JointUpdates:
 
     def __iter__(self) -> Iterator[Sequence[int]]:
         yield from self._tied
-        if self._join_all or self.have_norm:
+        if self.have_norm:
             yield self._all
 
     @property
@@ -54,13 +50,8 @@ class JointUpdates:
     def connect(self, wiring: int, edges: Sequence[tuple[int, int]]) -> None:
         """Plans the receives of runs with this wiring. ValueError if there is no safe plan."""
         self._edges[wiring] = edges
-        try:
-            for executor in self._executors:
-                executor.plan_receives(wiring=wiring, edges=edges, joint=list(self))
-        except ValueError as error:
-            if self._join_all:
-                raise ValueError(f"spare_buffer: True, {error}") from None
-            raise
+        for executor in self._executors:
+            executor.plan_receives(wiring=wiring, edges=edges, joint=list(self))
 
     def set_norm(self, has_norm: bool) -> None:
         """Plans anew. Drained; every rank calls it. ValueError if there is no safe plan."""

@@ -112,7 +112,7 @@ class Loss(LazyNumber):
     stage forwards some of a batch's microbatches during the next train_step (the V-shaped ones
     with two weight versions), reading it before that drains the pipeline, on all ranks, which
     costs time and changes no number. Under ``"pipedream"``, where stages make their updates
-    together (``max_grad_norm``, ``spare_buffer``, tied weights), it may need up to d - 2 more
+    together (``max_grad_norm``, tied weights), it may need up to d - 2 more
     train_steps, or a ``flush()``. With ``width`` > 1 it is this replica's own. The same holds for
     :attr:`metrics`, which travel with it.
     """

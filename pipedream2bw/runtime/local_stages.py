@@ -130,7 +130,6 @@ class LocalStages:
             schedule,
             [tie.stages for tie in ties if is_trained(tie, root)],
             self._executors if on_devices else [],
-            join_all=options.spare_buffer and not schedule.has_one_delay,
         )
         self._tickets: list[list[int]] = []  # of unfinished train_steps, one for each executor
         verdict_group = control.verdict_group
@@ -189,7 +188,6 @@ class LocalStages:
                 copies=sums[stage % d],
                 tied=tied,
                 precision=self.options.precision,
-                has_spare=self.options.spare_buffer,
                 steps_on_host=self.options.optimizer_on_host and is_apart_from_host(devices[stage]),
                 shared_owners=frozenset(owner for owner, count in owners.items() if count > 1),
             )
@@ -326,7 +324,7 @@ class LocalStages:
             self.schedule.check_global_updates()
         verdicts = self._verdicts if waits else None
         for executor in self._executors:
-            executor.set_verdicts(verdicts, hold_up_forwards=not self.schedule.has_one_delay)
+            executor.set_verdicts(verdicts)
         self.updates_wait = waits
 
     def take_back(self, batch: int, run: int, *, batches: bool) -> None:

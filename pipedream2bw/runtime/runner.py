@@ -47,7 +47,6 @@ class StageOptions:
         bucket_cap_mb: MiB of gradients that replicas add up at once; may be infinite.
         replica_sums: "ordered" if they add in the order of the replicas, or "all_reduce".
         warmup_batches: how many batches are trained without a delay.
-        spare_buffer: whether the version that a batch read lasts until no stage can fail in it.
         optimizer_on_host: whether the stages' optimizers work in the host's memory.
         graphs: whether forwards and backwards are recorded as the device's graphs.
         microbatches_of_replicas: how many each replica has, where these numbers differ.
@@ -65,7 +64,6 @@ class StageOptions:
     bucket_cap_mb: float = math.inf
     replica_sums: str = "ordered"
     warmup_batches: int = 0
-    spare_buffer: bool = False
     optimizer_on_host: bool = False
     graphs: bool | str = False
     microbatches_of_replicas: tuple[int, ...] = ()

@@ -44,7 +44,6 @@ class StageSpec:
     copies: _C.CopySum | None  # shared with the stage's copy in this process
     tied: Mapping[str, tuple[int, ...]]  # parameters of several stages: the model's stages
     precision: Precision
-    has_spare: bool  # a buffer of weights
     steps_on_host: bool  # its optimizer
     shared_owners: frozenset[str]  # modules whose own tensors are not all of one stage
 
@@ -113,7 +112,6 @@ class StageWeights:
             dtypes=[spec.precision.of_parameter(name, p) for name, p in self.trainable.items()],
             split_master=spec.precision.split_master,
             gradient_dtype=spec.precision.gradient_dtype,
-            has_spare=spec.has_spare,
             streams=spec.streams,
             steps_on_host=spec.steps_on_host,
         )

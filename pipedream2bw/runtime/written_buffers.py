@@ -7,9 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-Place = tuple[int, str]
-"""Which buffer: the holder's id and the buffer's name in it."""
-
 
 class Holder(NamedTuple):
     """A module's dictionary of buffers, and which of them are meant; None: all, also new ones."""
@@ -41,7 +38,8 @@ class WrittenBuffers:
     def __init__(self, holders: Callable[[], Sequence[Holder]]) -> None:
         self._find_holders = holders
         self._holders: Sequence[Holder] | None = None
-        self._written: set[Place] | None = None  # None: nothing is known yet
+        # By the holder's id and the name in it. None: nothing is known yet.
+        self._written: set[tuple[int, str]] | None = None
         self._kept: dict[int, list[_Kept]] = {}  # by run, in their order
 
     def begin(self, run: int) -> None:
@@ -64,19 +62,6 @@ class WrittenBuffers:
                 copy = tensor.detach().clone() if is_copied else None
                 kept.append(_Kept(holder, leaf, tensor, tensor._version, copy))
         self._kept[run] = kept
-
-    def before(self, run: int) -> dict[Place, torch.Tensor]:
-        """The buffers before the run: copies, or the buffers themselves where nobody writes.
-
-        Raises:
-            RuntimeError: a buffer is written to for the first time, and of it there is no copy.
-        """
-        found: dict[Place, torch.Tensor] = {}
-        for kept in self._kept[run]:
-            if kept.tensor is not None:
-                _check_restorable(kept)
-                found[id(kept.holder), kept.leaf] = kept.tensor if kept.copy is None else kept.copy
-        return found
 
     def restore(self, run: int) -> None:
         """Makes the buffers what they were before the run, and forgets it and all later ones.

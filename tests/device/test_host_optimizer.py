@@ -106,7 +106,7 @@ def test_it_is_the_cpus_optimizer_to_the_bit(schedule: str, optimizer: str, prec
     [
         {"opt_options": {"max_grad_norm": 0.1}},
         {"opt_options": {"clip_grad_value": 0.01}, "flush_after": [2]},
-        {"spare_buffer": True, "recompute": True},
+        {"recompute": True},
         {"warmup_batches": 2},
         {"opt_options": {"max_grad_norm": 0.1}, "schedule": "1f1b"},
         {"opt_options": {"loss_scale": pd2.LossScale(2.0**20, growth_interval=2)}},

@@ -61,7 +61,7 @@ def test_optimizers_and_precisions(schedule: str, optimizer: str, precision: str
         {"opt_options": {"staleness": pd2.LearningRateDiscount(3)}},
         {"opt_options": {"staleness": pd2.ErrorFeedback(0.8)}},
         {"opt_options": {"staleness": pd2.ErrorFeedback(dtype=torch.bfloat16)}},
-        {"spare_buffer": True, "recompute": True},
+        {"recompute": True},
         {"warmup_batches": 2},
     ],
     ids=str,

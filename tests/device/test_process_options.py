@@ -160,8 +160,7 @@ TRAININGS = {
     "loss scale": Training(options=PRECISIONS["fp16"], opt_options=OVERFLOWS),
     "loss scale, eager": Training(options=PRECISIONS["fp16"] | EAGER, opt_options=OVERFLOWS, m=6),
     "clipping, pipedream": Training(options=PIPEDREAM, opt_options=CLIPS, m=1),
-    "updates wait, pipedream": Training(options=PIPEDREAM | {"spare_buffer": True}, m=1),
-    "recomputation": Training(options={"recompute": True, "spare_buffer": True}),
+    "recomputation": Training(options={"recompute": True}),
     "host": Training(on_device=ON_HOST, opt_options=CLIPS),
     "host, split masters": Training(options=PRECISIONS["split"], on_device=ON_HOST),
     "host, loss scale": Training(
@@ -325,9 +324,8 @@ def waits_for_three(rank: int, world: int) -> None:
     torch.accelerator.set_device_index(rank)
     dist.init_process_group("cpu:gloo,checked:checked")
     rule = "an update of all its stages.*waiting for the device could last for ever"
-    for name, text in (("clipping", rule), ("updates wait", f"spare_buffer: True, .*{rule}")):
-        with pytest.raises(ValueError, match=text):
-            TRAININGS[f"{name}, pipedream"].run(f"checked:{rank}", world, 1)
+    with pytest.raises(ValueError, match=rule):
+        TRAININGS["clipping, pipedream"].run(f"checked:{rank}", world, 1)
 
 
 def test_pipedream_of_three_devices_whose_updates_wait_is_refused() -> None:

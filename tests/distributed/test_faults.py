@@ -303,7 +303,7 @@ def test_an_error_in_a_forward_is_known_to_all() -> None:
 def assert_data(seen: dict[str, Any], *, stage: int, **data: Any) -> None:
     """The error's attributes, of a first replica whose stages are its ranks."""
     want = {"rank": stage, "stage": stage, "replica": 0, "cause": "ZeroDivisionError: on purpose"}
-    for name in ("discarded", "restarts_delay"):
+    for name in ("discarded",):
         want[name] = seen["data"][name]
     assert seen["data"] == want | data, seen
 

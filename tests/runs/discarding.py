@@ -139,15 +139,13 @@ def train(
                     raise
                 outcome.errors.append(error)
                 del losses[pipe.session.num_train_steps :]
-                if error.restarts_delay:
+                if error.discarded:  # else an evaluation
                     outcome.restarts.append(len(losses))
                 return None
 
         for position, batch in enumerate(given):
             if position in restarts:
-                pipe.flush()
-                for stage in pipe.session.stages:
-                    stage.weights.engine.restart_delay()
+                restart_delay(pipe)
             step = functools.partial(pipe.train_step, *batch.args, target=batch.target)
             loss = survive(step)
             if loss is not None:
@@ -160,6 +158,13 @@ def train(
         outcome.state = copy_of(pipe.state_dict())
     assert pipe.num_microbatches == (m if isinstance(m, int) else m[pipe.replica])
     return outcome
+
+
+def restart_delay(pipe: pd2.PipelineModule) -> None:
+    """The next batch reads the newest weights, as after a discarded batch."""
+    pipe.flush()
+    for stage in pipe.session.stages:
+        stage.weights.engine.restart_delay()
 
 
 def by_oracle(

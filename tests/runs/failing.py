@@ -38,7 +38,6 @@ class Case:
 
     Attributes:
         depth: ranks of a replica.
-        spare: whether stages keep a spare buffer.
         clip: "", "norm" or "value".
         evaluates, reads, flushes: positions before or after which this is done.
     """
@@ -58,7 +57,6 @@ class Case:
     tied: bool
     accumulate: int
     recompute: bool
-    spare: bool
     warmup: int
     count: int
     failures: tuple[Failure, ...]
@@ -84,7 +82,7 @@ class Case:
         """Whether all stages are known to have done a batch before any makes its update."""
         has_room = self.precision is None and self.optimizer != "muon"
         is_free = self.schedule != "pipedream" and (max(self.delay) == 0 or has_room)
-        return self.clip == "norm" or self.scaled or self.spare or is_free
+        return self.clip == "norm" or self.scaled or is_free
 
     def may_end(self, error: StageError) -> bool:
         """Whether the documents let this failure end the pipeline."""
@@ -94,14 +92,6 @@ class Case:
         fails_late = any((f.kind, f.layer) == ("weight gradient", last) for f in self.failures)
         is_late = is_backward and fails_late
         return not self.has_verdicts and (is_early or is_late or self.transport == GLOO)
-
-    def may_restart_delay(self, error: StageError) -> bool:
-        """Whether the documents let the delay begin anew after it."""
-        is_backward = error.action in ("backward", "input gradient", "weight gradient")
-        is_early = is_backward and error.stage != self.sizes.num_stages - 1
-        has_others = self.width > 1 or self.schedule in TWO_PIPELINES
-        may = is_early or has_others or self.transport == GLOO
-        return max(self.delay) > 0 and not self.spare and may
 
 
 @dataclasses.dataclass
@@ -114,7 +104,6 @@ class Raised:
 
     kind: str
     discarded: tuple[int, ...] | None
-    restarts_delay: bool
     text: str
     where: str = ""
 
@@ -126,7 +115,7 @@ class Seen:
     Attributes:
         raised: each time batches were taken back, or the pipeline ended.
         kept: the positions of the train_steps that were not discarded.
-        restarts: before which of these the delay began anew.
+        restarts: before which of these the delay began anew: after each discarded batch.
         losses: of the train_steps that were kept.
         met: the failures that were raised in this process.
         wrong: what is wrong; "" if nothing is.
@@ -192,7 +181,6 @@ def draw(number: int, seed: int) -> Case:
         evaluates=frozenset(i for i in range(count) if chance.random() < 0.15),
         reads=frozenset(i for i in range(count) if chance.random() < 0.3),
         flushes=frozenset(i for i in range(count) if chance.random() < 0.1),
-        spare=chance.random() < 0.3,
     )
 
 
@@ -324,7 +312,6 @@ def _pipeline(case: Case, failing: Failing) -> pd2.PipelineModule:
         precision=case.precision,
         accumulate=case.accumulate,
         recompute=case.recompute,
-        spare_buffer=case.spare,
         warmup_batches=case.warmup,
         metrics={"mean": sample.metric_of(failing)},
         timeout=20.0,
@@ -364,21 +351,19 @@ class _Loop:
         kind = type(error).__name__
         is_last = error.stage == self.case.sizes.num_stages - 1
         where = f"{error.action}, {'the last' if is_last else 'an earlier'} stage"
-        seen.raised.append(Raised(kind, error.discarded, error.restarts_delay, str(error), where))
+        seen.raised.append(Raised(kind, error.discarded, str(error), where))
         if error.discarded is None:
             seen.ended = kind
             if not self.case.may_end(error):
                 seen.wrong = f"the pipeline has ended: {error}"
             return
-        if error.restarts_delay and not self.case.may_restart_delay(error):
-            seen.wrong = f"the delay begins anew: {error}"
         if error.discarded:
             first = error.discarded[0]
             if error.discarded != tuple(range(first, len(seen.kept))):
                 seen.wrong = f"{len(seen.kept)} train_steps, but {error}"
             del seen.kept[first:], self.losses[first:]
             seen.restarts[:] = [n for n in seen.restarts if n <= first]
-            if error.restarts_delay and first not in seen.restarts:
+            if first not in seen.restarts:
                 seen.restarts.append(first)
 
     def train_on(self, position: int, *, is_again: bool) -> None:
@@ -395,7 +380,7 @@ class _Loop:
             loss = self.survive(lambda: pipe.train_step(*batch.args, target=batch.target))
         except (ValueError, TypeError) as error:  # all ranks refuse it
             if batch is not self.given[position] or case.width > 1:
-                seen.raised.append(Raised(type(error).__name__, (), False, str(error)))
+                seen.raised.append(Raised(type(error).__name__, (), str(error)))
                 return
             raise
         if seen.ended:

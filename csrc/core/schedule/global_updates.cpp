@@ -54,8 +54,8 @@ void check_global_updates(const Schedule& schedule) {
   JointUpdate all(schedule.num_stages);
   std::iota(all.begin(), all.end(), 0);
   check_joint_updates(schedule, {all},
-                      "clipping by norm and a spare buffer need every stage's gradients of batch t "
-                      "before any stage reads version t + 1");
+                      "clipping by norm needs every stage's gradients of batch t before any stage "
+                      "reads version t + 1");
 }
 
 }  // namespace pd2

@@ -202,10 +202,10 @@ void Executor::begin_thread() const {
   }
 }
 
-void Executor::set_verdicts(const std::shared_ptr<BatchVerdicts>& verdicts, bool hold_up_forwards) {
+void Executor::set_verdicts(const std::shared_ptr<BatchVerdicts>& verdicts) {
   has_verdicts_ = verdicts != nullptr;
   for (const auto& worker : workers_) {
-    worker->updates().set_verdicts(verdicts, workers_.size() == 1, hold_up_forwards);
+    worker->updates().set_verdicts(verdicts, workers_.size() == 1);
   }
 }
 

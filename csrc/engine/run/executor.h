@@ -74,7 +74,7 @@ class Executor {
 
   // Makes every update that is to come wait for the verdict on its batch; null: none does. Drained.
   // See StageUpdates.
-  void set_verdicts(const std::shared_ptr<BatchVerdicts>& verdicts, bool hold_up_forwards);
+  void set_verdicts(const std::shared_ptr<BatchVerdicts>& verdicts);
   // Forgets the discarded batch and all later ones, and runs from that one on. Drained.
   void take_back(std::int64_t batch, std::int64_t run);
   // Batches and runs get numbers that others had, as other versions were loaded. Drained.

@@ -16,11 +16,10 @@ namespace pd2 {
 
 Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
              int num_versions, Replicas replicas, std::int64_t bucket_bytes, CopySumEnd copies,
-             const StagePrecision& precision, bool has_spare,
-             std::shared_ptr<const StageStreams> streams, bool steps_on_host)
+             const StagePrecision& precision, std::shared_ptr<const StageStreams> streams,
+             bool steps_on_host)
     : streams_(streams ? std::move(streams) : std::make_shared<const StageStreams>(at::kCPU)),
       num_versions_(num_versions),
-      has_spare_(has_spare && has_slack()),
       versions_(num_versions),
       copies_(std::move(copies)) {
   PD2_ASSERT(!replicas || !copies_.sum, "copies in this process have no group");
@@ -43,7 +42,7 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string>
   const bool can_rotate = has_slack() && std::ranges::all_of(by_dtype, [&](const auto& of_dtype) {
                             return gradient_dtype(of_dtype.first) == of_dtype.first.first;
                           });
-  slots_.resize(num_versions + (can_rotate ? 1 + (has_spare_ ? 1 : 0) : 0));
+  slots_.resize(num_versions + (can_rotate ? 1 : 0));
   for (const auto& [dtypes, members] : by_dtype) {
     const auto [dtype, own] = dtypes;
     std::vector<at::Tensor> tensors;
@@ -122,13 +121,12 @@ void Stage::arrange(bool reads_first, bool waits, const std::function<bool()>& i
     versions_.reset();  // as on stages of other dtypes
   }
   reads_first_ = reads_first;
-  const bool had_two_gradients = std::exchange(
-      has_two_gradients_, (waits || is_tied() || has_spare_) && has_slack() && !rotates && !host_);
-  const bool is_there = can_rotate && has_spare_;  // the second one
+  const bool had_two_gradients =
+      std::exchange(has_two_gradients_, (waits || is_tied()) && has_slack() && !rotates && !host_);
   const int to = versions_.slot(newest);
   for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
     GradAccumulator& accumulator = *gradients_[buffer];
-    if (has_two_gradients_ && !had_two_gradients && !is_there) {
+    if (has_two_gradients_ && !had_two_gradients) {
       accumulator.add_buffer();
     }
     const at::Tensor weights = from == to ? slots_[to][buffer] : slots_[from][buffer].clone();
@@ -136,7 +134,7 @@ void Stage::arrange(bool reads_first, bool waits, const std::function<bool()>& i
     if (from != to) {
       slots_[to][buffer].copy_(weights);
     }
-    if (had_two_gradients && !has_two_gradients_ && !is_there) {
+    if (had_two_gradients && !has_two_gradients_) {
       accumulator.drop_last_buffer();
     }
   }
@@ -146,7 +144,6 @@ void Stage::load_versions(std::int64_t oldest, std::int64_t newest) {
   PD2_CHECK(newest - oldest < num_versions_, "versions ", oldest, " to ", newest,
             " are to be loaded: the stage keeps ", num_versions_);
   versions_.load(oldest, newest);
-  newest_batch_ = -1;  // batches are counted from here
 }
 
 at::Tensor Stage::gradient(std::size_t parameter) const {
@@ -220,7 +217,6 @@ std::int64_t Stage::version_before_gradients(std::int64_t batch) const {
 
 void Stage::begin_batch(std::int64_t batch) {
   const std::size_t buffer = gradient_buffer(batch);
-  newest_batch_ = batch;
   for (auto& gradient : gradients_) {
     gradient->begin_batch(buffer);
   }
@@ -256,7 +252,6 @@ void Stage::begin_nothing(std::int64_t batch, bool replicas_know) {
     host_->begin_update(/*sums=*/false);
   }
   if (replicas_ && !replicas_know) {
-    newest_batch_ = std::max(newest_batch_, batch);  // the sum is written there
     update_.gradients = gradient_buffer(batch);
     update_.sum = replicas_->end_batch(update_.gradients);
   }

@@ -58,7 +58,6 @@ struct StagePrecision {
 // state per dtype. With several versions, and gradients of the weights' dtype, all K + 1 buffers
 // take turns (see WeightStore): the step writes W(t + 1) over the gradients of batch t, line by
 // line as it reads them, and may go on while the next batch's gradients are added up elsewhere.
-// With a spare buffer that is where no version is: the one that batch t read lasts until the step.
 //
 // `steps_on_host`: the newest weights, what is stepped and the state are in the host's memory, too
 // or instead (see HostMirror), and only fused optimizers can step. On the CPU it is a copy there.
@@ -76,8 +75,8 @@ class Stage {
   // stage, in buckets of so many bytes, or with the stage's copy in this process.
   Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names, int num_versions,
         Replicas replicas, std::int64_t bucket_bytes, CopySumEnd copies = {},
-        const StagePrecision& precision = {}, bool has_spare = false,
-        std::shared_ptr<const StageStreams> streams = nullptr, bool steps_on_host = false);
+        const StagePrecision& precision = {}, std::shared_ptr<const StageStreams> streams = nullptr,
+        bool steps_on_host = false);
   Stage(const Stage&) = delete;
   Stage& operator=(const Stage&) = delete;
 
@@ -174,9 +173,8 @@ class Stage {
   // Chooses how the buffers are used, as far as versions and dtypes leave a choice. The pipeline
   // must be drained. `reads_first`: the step reads a gradient before it writes the weight there.
   // `waits`: updates wait for other stages, so that the next batch's gradients need a buffer more
-  // where the buffers cannot take turns. Those of a tied stage always do, and with a spare buffer
-  // it is for that. Gradients that wait for their step are summed before they are moved; throws
-  // ChannelAborted when stopped meanwhile.
+  // where the buffers cannot take turns. Those of a tied stage always do. Gradients that wait for
+  // their step are summed before they are moved; throws ChannelAborted when stopped meanwhile.
   void arrange(
       bool reads_first, bool waits, const std::function<bool()>& is_stopped = [] { return false; });
 
@@ -213,13 +211,10 @@ class Stage {
   // replicas share them out; then every replica calls it, drained.
   std::vector<at::Tensor> whole_masters(const std::function<bool()>& is_stopped);
 
-  // Whether the version that the batch read is still there. Its update has not been made.
-  bool keeps_version_of(std::int64_t batch) const {
-    return !rotates() || newest_batch_ - batch < num_slots() - num_versions_;
-  }
-  // The batch and all later ones have not been.
-  void take_back(std::int64_t batch) {
-    newest_batch_ = std::min(newest_batch_, batch - 1);
+  // Batches have not been, whose gradients may lie where an older version was: the delay begins
+  // anew, at the newest one.
+  void take_back() {
+    versions_.reset();
     if (host_) {
       host_->forget();
     }
@@ -367,9 +362,7 @@ class Stage {
 
   const std::shared_ptr<const StageStreams> streams_;
   const int num_versions_;
-  const bool has_spare_;
   bool reads_first_ = true;
-  std::int64_t newest_batch_ = -1;  // whose gradients' buffer may have been written to
   bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype
   std::vector<std::unique_ptr<FlatPacking>> packings_;  // by dtype
   std::vector<Place> places_;                           // by parameter

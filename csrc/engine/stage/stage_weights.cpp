@@ -110,7 +110,7 @@ StageBytes Stage::bytes() const {
       bytes.masters += numel * size;
       bytes.padding += (masters_[buffer].numel() - numel) * size;
     }
-    const std::int64_t num_gradients = has_two_gradients_ || (has_spare_ && rotates()) ? 2 : 1;
+    const std::int64_t num_gradients = has_two_gradients_ ? 2 : 1;
     bytes.gradients += num_gradients * packing.parameter_numel() * gradient_size;
     bytes.kept_gradients += gradients_[buffer]->most_kept_bytes();
     bytes.padding +=

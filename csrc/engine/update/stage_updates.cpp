@@ -29,11 +29,9 @@ void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
   begin({run, batch}, apply);
 }
 
-void StageUpdates::set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone,
-                                bool hold_up_forwards) {
+void StageUpdates::set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone) {
   verdicts_ = std::move(verdicts);
   is_alone_ = is_alone;
-  hold_up_forwards_ = verdicts_ && hold_up_forwards;
   if (complete_) {  // of a batch that was trained before anybody asked for verdicts
     give_word(complete_->run);
   }
@@ -181,9 +179,12 @@ void StageUpdates::drop(const Complete& gradients) const {
 void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
   PD2_ASSERT(!is_under_way_, "an update is under way");
   given_.reset();
-  stage_.take_back(batch);
-  PD2_CHECK(stage_.versions().newest() <= batch, "batch ", batch, " is to be taken back, version ",
-            stage_.versions().newest(), " has been made");
+  const std::int64_t newest = stage_.versions().newest();
+  PD2_CHECK(newest <= batch, "batch ", batch, " is to be taken back, version ", newest,
+            " has been made");
+  if (newest == batch) {  // an evaluation comes after all batches, and changes nothing
+    stage_.take_back();
+  }
   submitted_.erase(submitted_.lower_bound(run), submitted_.end());
   loss_scales_.erase(loss_scales_.lower_bound(run), loss_scales_.end());
   if (complete_ && complete_->batch >= batch) {

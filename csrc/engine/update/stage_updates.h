@@ -53,9 +53,7 @@ class StageUpdates {
   // when stopped.
   void free_gradients();
   // Whether forwards wait for what other stages' updates have to tell.
-  bool are_joint() const {
-    return (clipping_ && clipping_->norm) || stage_.is_tied() || hold_up_forwards_;
-  }
+  bool are_joint() const { return (clipping_ && clipping_->norm) || stage_.is_tied(); }
   // Whether gradients are complete whose update has not been submitted.
   bool is_due() const { return complete_.has_value(); }
   // Waits for the update under way, if any, whose version can be read then. Throws ChannelAborted
@@ -69,9 +67,8 @@ class StageUpdates {
   void settle();
 
   // While nothing is under way. With one stage per rank a thread may wait for the others' word;
-  // with several these have to go on meanwhile. `hold_up_forwards`: some stage reads what an update
-  // makes before all others have done the batch.
-  void set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone, bool hold_up_forwards);
+  // with several these have to go on meanwhile.
+  void set_verdicts(std::shared_ptr<BatchVerdicts> verdicts, bool is_alone);
   // Forgets the batch and all later ones, and runs from that one on. Drained, in all processes that
   // hold the stage. finish() comes after it, for all stages: replicas may wait for each other's.
   void take_back(std::int64_t batch, std::int64_t run);
@@ -120,7 +117,6 @@ class StageUpdates {
   std::shared_ptr<BatchVerdicts> verdicts_;    // null: none
   std::optional<std::int64_t> given_;          // the last run for which the stage gave its word
   bool is_alone_ = false;
-  bool hold_up_forwards_ = false;
   bool is_under_way_ = false;
   bool has_begun_ = false;              // the stage's update, of the one under way
   bool is_made_ = false;                // by the one under way; once that has ended

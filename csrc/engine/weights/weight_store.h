@@ -15,14 +15,11 @@ namespace pd2 {
 //
 // A schedule reads K versions (2bw 2, synchronous ones 1). With S = K the next version is written
 // over the oldest one; with S > K over the batch's gradients, which are added up where it will be.
-// With S = K + 1 the oldest one's slot is free for the next batch's; with S = K + 2 another slot
-// is:
+// The oldest one's slot is free for the next batch's then:
 //
 //   newest = 4, S = 2:   slot 0: W(4)        slot 1: W(3), dead after batch 4's last backward
 //   newest = 4, S = 3:   slot 1: W(4)        slot 0: W(3), dead too, then batch 5's gradients
 //                        slot 2: batch 4's gradients, then W(5)
-//   newest = 4, S = 4:   slot 0: W(4)        slot 3: W(3), to which batch 4 may be taken back
-//                        slot 1: batch 4's gradients, then W(5)      slot 2: batch 5's gradients
 //
 // Holds no memory itself. Not thread-safe: the stage's executor thread calls it, other threads only
 // while the executor is drained.

@@ -71,7 +71,7 @@ def test_a_stage_error_keeps_type_text_and_data(
     assert type(other) is kind
     assert str(other) == TEXT
     assert other.args == (TEXT,)
-    assert vars(other) == data | {"discarded": None, "restarts_delay": False}
+    assert vars(other) == data | {"discarded": None}
     assert isinstance(other, RuntimeError)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
+from tests.runs.discarding import restart_delay
 
 WIDTH = 8
 ROWS = 8
@@ -83,7 +84,7 @@ def test_what_is_loaded_beside_the_work_is_no_stall() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b", "gpipe"])
-def test_training_goes_on_as_if_nothing_had_been_measured(schedule: str) -> None:
+def test_measuring_changes_nothing_but_that_the_delay_begins_anew(schedule: str) -> None:
     def trained(*, measures: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         with opened(schedule=schedule) as pipe:
             pipe.session.random_seed = 7
@@ -94,6 +95,8 @@ def test_training_goes_on_as_if_nothing_had_been_measured(schedule: str) -> None
                     before = torch.get_rng_state()
                     pd2.data_stalls(Loader(count=3), pipe, batches=4)
                     assert torch.equal(torch.get_rng_state(), before)
+                elif number == 3:
+                    restart_delay(pipe)
                 losses.append(pipe.train_step(x, target=y))
                 opt.step()
             return [float(loss) for loss in losses], pipe.full_state_dict()

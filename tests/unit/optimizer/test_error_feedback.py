@@ -77,7 +77,6 @@ def by_definition(
 MASTERS: list[dict[str, Any]] = [
     {"precision": "bf16"},
     {"precision": "fp16"},
-    {"precision": "bf16", "spare_buffer": True},
 ]
 # Where an own step is refused.
 OF_FUSED: list[dict[str, Any]] = [

@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from tests.references.oracle import Batch
-from tests.runs.discarding import Failure, Layer, batches, train
+from tests.runs.discarding import Failure, Layer, batches, restart_delay, train
 from tests.runs.trajectory import assert_same_state, copy_of
 
 M, ROWS, COUNT = 4, 8, 8
@@ -49,9 +49,8 @@ def compare(given: list[Batch], failures: list[Failure], **options: Any) -> None
     make = settings.pop("make", lambda failures: None)
     got = train(given, failures, model=make(failures), **settings)
     assert len(got.errors) == 1
-    assert not got.restarts
     kept = [given[position] for position in got.kept]
-    want = train(kept, [], model=make([]), **settings)
+    want = train(kept, [], model=make([]), restarts=got.restarts, **settings)
     assert not want.errors
     assert got.losses == want.losses
     assert_same_state(got.state, want.state)
@@ -135,7 +134,7 @@ def test_a_discarded_batch_leaves_no_learning_rate_to_the_next(kind: Any) -> Non
     """Steps that were registered and discarded had changed it; what is set last counts."""
 
     def run(
-        layers_fail_at: list[Failure], rates: dict[int, float]
+        layers_fail_at: list[Failure], rates: dict[int, float], restart: int | None = None
     ) -> tuple[dict[str, torch.Tensor], list[int]]:
         """What is trained, and by which batches: when the failure is noticed depends on threads."""
         trained: list[int] = []
@@ -150,11 +149,14 @@ def test_a_discarded_batch_leaves_no_learning_rate_to_the_next(kind: Any) -> Non
             opt = pd2.PipelineOptimizer(optimizer)
             for number, rate in rates.items():
                 optimizer.param_groups[0]["lr"] = rate
+                if len(trained) == restart:
+                    restart_delay(pipe)
                 try:
                     pipe.train_step(*given[number].args, target=given[number].target)
                     trained.append(number)
                     opt.step()
                 except pd2.errors.StageError as error:
+                    assert error.discarded is not None  # noqa: PT017
                     del trained[error.discarded[0] :]
             pipe.flush()
             return copy_of(pipe.state_dict()), trained
@@ -167,7 +169,7 @@ def test_a_discarded_batch_leaves_no_learning_rate_to_the_next(kind: Any) -> Non
     assert 2 not in trained
     assert trained[-1] == 7
     torch.manual_seed(0)
-    want, _ = run([], {number: rates[number] for number in trained})
+    want, _ = run([], {number: rates[number] for number in trained}, restart=2)
     assert_same_state(got, want)
 
 
@@ -187,6 +189,7 @@ def test_after_an_interrupt_at_any_moment_the_next_train_step_trains() -> None:
         return pipe, pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
 
     pipe, opt = made()
+    restarts = set()
     for _ in range(20):
         timer = threading.Timer(draw.uniform(0.0, 0.03), os.kill, (os.getpid(), signal.SIGINT))
         try:
@@ -198,14 +201,17 @@ def test_after_an_interrupt_at_any_moment_the_next_train_step_trains() -> None:
         except KeyboardInterrupt:
             pass
         timer.join()
-        pipe.discard_batch()
+        if pipe.discard_batch():
+            restarts.add(pipe.session.num_train_steps)
         float(pipe.train_step(x, target=y))
         opt.step()
     pipe.flush()
     updates = pipe.session.accumulation.num_updates
     assert updates == pipe.session.num_train_steps >= 20
     want, want_opt = made()
-    for _ in range(updates):  # an interrupt drains the pipeline, which changes no bit
+    for number in range(updates):  # an interrupt drains the pipeline, which changes no bit
+        if number in restarts:
+            restart_delay(want)
         want.train_step(x, target=y)
         want_opt.step()
     assert_same_state(pipe.state_dict(), want.state_dict())

@@ -270,9 +270,10 @@ def run(folder: Path, script: str, *, fails: bool = False) -> RankResult:
             """
             pipe = pd2.PipelineModule(
                 [nn.Linear(4, 4) for _ in range(3)], nn.functional.mse_loss, num_microbatches=1,
-                schedule="pipedream", spare_buffer=True, example_args=(X,),
+                schedule="pipedream", example_args=(X,),
             )
-            opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+            sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            opt = pd2.PipelineOptimizer(sgd, max_grad_norm=0.1)
             train(3)
             """,
             id="forwards-wait-for-later-batches",
@@ -314,7 +315,7 @@ by the last ``exec`` that some import has run."""
             "pipedream2bw.errors.StageError: stage 1, batch 0, microbatch 0, forward: "
             "RuntimeError: The size of tensor a (4) must match the size of tensor b (3) at "
             "non-singleton dimension 1. Discarded: train_steps 0; the pipeline is open, drained "
-            "and as it was before them, at version 0",
+            "and as it was before them, and goes on from version 0",
         ),
         (
             "train(1); import os, signal; os.kill(os.getpid(), signal.SIGINT)",

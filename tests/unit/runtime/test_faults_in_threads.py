@@ -94,7 +94,7 @@ def calls_of(pipe: pd2.PipelineModule) -> list[Callable[[], Any]]:
 
 def assert_data(error: pd2.errors.StageError, **data: Any) -> None:
     """All attributes are these, and what was not named is that of one process and replica."""
-    want = {"rank": 0, "replica": 0, "discarded": None, "restarts_delay": False} | data
+    want = {"rank": 0, "replica": 0, "discarded": None} | data
     assert {name: getattr(error, name) for name in pd2.errors.StageError.__annotations__} == want
 
 

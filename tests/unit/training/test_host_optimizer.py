@@ -93,7 +93,7 @@ def test_sgd_is_the_definitions_to_the_bit(
         {"schedule": "2bw", "precision": "bf16", "split_master": True},
         {"schedule": "2bw", "precision": "bf16", "opt_options": {"max_grad_norm": 0.1}},
         {"schedule": "2bw", "opt_options": {"clip_grad_value": 0.01}},
-        {"schedule": "2bw", "precision": "bf16", "spare_buffer": True, "recompute": True},
+        {"schedule": "2bw", "precision": "bf16", "recompute": True},
         {"schedule": "2bw", "precision": "bf16", "warmup_batches": 2, "flush_after": [0, 3]},
         {
             "schedule": "2bw",
@@ -203,13 +203,10 @@ def test_what_is_written_to_a_drained_pipelines_weights_is_stepped(precision: st
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
-@pytest.mark.parametrize("spare", [False, True])
-def test_a_failing_batch_is_discarded(part: str, spare: bool) -> None:
+def test_a_failing_batch_is_discarded(part: str) -> None:
     given = batches(COUNT, ROWS)
     options: dict[str, Any] = {"num_stages": 4, "num_microbatches": 4}
-    outcome = train_failing(
-        given, [Failure(1, part, 14)], schedule="2bw", spare_buffer=spare, **options, **ON_HOST
-    )
+    outcome = train_failing(given, [Failure(1, part, 14)], schedule="2bw", **options, **ON_HOST)
     check(outcome, given, delay=1, **options)
 
 

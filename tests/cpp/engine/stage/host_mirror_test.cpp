@@ -119,7 +119,7 @@ TEST_F(HostMirrorTest, WhatTheUserWroteReplacesMastersAndNothingElseDoes) {
 
 TEST(StageOnHost, AnUpdateNeedsTheGradientBufferNoLonger) {
   Stage stage({at::ones({kNumel})}, {"w"}, 2, Replicas{}, 0, {},
-              StagePrecision{.dtypes = {at::kBFloat16}}, false, nullptr, /*steps_on_host=*/true);
+              StagePrecision{.dtypes = {at::kBFloat16}}, nullptr, /*steps_on_host=*/true);
   stage.set_optimizers({{OptimizerKind::kSgd, {0}}});
   const auto give = [&](std::int64_t batch, float value) {
     stage.begin_batch(batch);
@@ -149,7 +149,7 @@ TEST(StageOnHost, AnUpdateNeedsTheGradientBufferNoLonger) {
 TEST(StageOnHost, ABackwardThatIsRunAgainPutsNoFetchOff) {
   Stage stage({at::ones({kNumel}), at::ones({kNumel})}, {"v", "w"}, 2, Replicas{},
               /*bucket_bytes=*/1, {}, StagePrecision{.dtypes = {at::kBFloat16, at::kBFloat16}},
-              false, nullptr,
+              nullptr,
               /*steps_on_host=*/true);
   EXPECT_TRUE(stage.begins_early());
   const at::Tensor w = stage.weight(stage.versions().slot(0), 1).detach().requires_grad_(true);

@@ -14,10 +14,9 @@ namespace {
 // A stage of one parameter, trained by plain SGD with learning rate 1: W(t + 1) = W(t) - gradient.
 class StageTest : public ::testing::Test {
  protected:
-  void make(int num_versions, at::ScalarType dtype = at::kFloat, bool has_spare = false) {
+  void make(int num_versions, at::ScalarType dtype = at::kFloat) {
     stage_.emplace(std::vector<at::Tensor>{at::full({3}, 100, dtype)},
-                   std::vector<std::string>{"w"}, num_versions, Replicas{}, 0, CopySumEnd{},
-                   StagePrecision{}, has_spare);
+                   std::vector<std::string>{"w"}, num_versions, Replicas{}, 0);
     for (int slot = 0; slot < stage_->num_slots(); ++slot) {
       weights_.push_back(stage_->weight(slot, 0).detach().requires_grad_());
       stage_->attach(0, weights_.back());
@@ -132,38 +131,6 @@ TEST_F(StageTest, WithTwoGradientsTheNextBatchsMayComeBesideAStepOnACopy) {
     stage_->publish();
     expected -= batch + 1;
     EXPECT_EQ(newest(), expected);
-  }
-}
-
-TEST_F(StageTest, WithASpareBufferTheVersionThatABatchReadLastsUntilItsStep) {
-  for (const bool fused : {true, false}) {
-    weights_.clear();
-    make(2, at::kFloat, /*has_spare=*/true);
-    if (!fused) {
-      stage_->set_optimizers({});
-      stage_->arrange(/*reads_first=*/false, /*waits=*/false);
-    }
-    EXPECT_EQ(stage_->bytes().gradients, 2 * 3 * 4);
-    const auto weight_of = [this](std::int64_t version) {
-      return stage_->weight(stage_->versions().slot(version), 0)[0].item<double>();
-    };
-    std::vector<double> expected{100};
-    backward(0, 1);
-    for (int batch = 0; batch < 7; ++batch) {
-      backward(batch + 1, batch + 2);  // while no step of `batch` has begun
-      EXPECT_EQ(weight_of(std::max(batch - 1, 0)), expected[std::max(batch - 1, 0)]) << batch;
-      stage_->begin_update(batch);
-      EXPECT_EQ(stage_->gradient(0)[0].item<double>(), batch + 1);
-      if (fused) {
-        step();
-      } else {
-        const int to = stage_->write_next({});
-        stage_->weight(to, 0).sub_(stage_->gradient(0));
-      }
-      stage_->publish();
-      expected.push_back(expected.back() - (batch + 1));
-      EXPECT_EQ(newest(), expected.back());
-    }
   }
 }
 
