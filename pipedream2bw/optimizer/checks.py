@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..ranks.agreement import Announcement, Operation
-from ..runtime.extension import Extension
+from ..runtime.extension import RESERVED, Extension, saved_by
 from ..runtime.session import Session, open_sessions
 from .clipping import Clipping
 from .fused import fused_kind, parameters_of
@@ -43,13 +43,9 @@ def agreed_session_of(
             )
         if shard_state:
             check_shares(session, optimizers, remedies)
+        _check_extensions(extensions)
         options = {**vars(clipping), "staleness": remedies, "shard_state": shard_state}
-        for name, extension in extensions.items():
-            if not isinstance(extension, Extension):
-                raise TypeError(
-                    f"{name}: {type(extension).__name__} given, it must be an Extension, as a "
-                    "ReplicaSync is"
-                )
+        for extension in extensions.values():
             extension.check(session, options)
     except (ValueError, TypeError) as raised:
         error = raised
@@ -68,11 +64,40 @@ def agreed_session_of(
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         settings = {"optimizer": kinds, **dataclasses.asdict(clipping), **remedies.settings()}
         settings["shard_state"] = shard_state
-        settings |= {name: type(extension).__name__ for name, extension in extensions.items()}
+        settings["extensions"] = [
+            (type(each).__name__, each.name, saved_by(each) is not None)
+            for each in extensions.values()
+        ]
         for extension in extensions.values():
             settings |= extension.settings()
         session.control.agree_on_objects(None, settings)
     return session
+
+
+def _check_extensions(extensions: Mapping[str, Extension]) -> None:
+    places: dict[int | str, str] = {}  # of an extension, and of its name
+    for place, extension in extensions.items():
+        if not isinstance(extension, Extension):
+            raise TypeError(
+                f"{place}: {type(extension).__name__} given, it must be of a subclass of "
+                "pipedream2bw.Extension"
+            )
+        name = extension.name
+        if name and (not name.isidentifier() or name in RESERVED):
+            raise ValueError(
+                f"{place}: name: {name!r}, it must be an identifier, and none of "
+                f"{', '.join(RESERVED)}: state_dict and checkpoints have its state under it"
+            )
+        if not name and saved_by(extension) is not None:
+            raise ValueError(f"{place}: name: {name!r}, what has a state must have a name")
+        keys: tuple[int | str, ...] = (id(extension), name) if name else (id(extension),)
+        for key in keys:
+            if key in places:
+                raise ValueError(
+                    f"{places[key]} and {place}: {type(extension).__name__}, name: {name!r}, is "
+                    "given twice: each must be another extension, of another name"
+                )
+            places[key] = place
 
 
 def _check_kinds(optimizers: Sequence[object]) -> None:

@@ -93,7 +93,7 @@ class OptimizerCut:
         options: those of each optimizer's groups, as its user set them.
         seen: the same after the last step, of those that step by themselves.
         steppers: these, by number and stage.
-        extensions: of the optimizer.
+        extensions: of the optimizer, those that save anything.
         saved: what each of these saves beside the parameters' states, by its name.
         names: of this process's parameters, by their id.
     """
@@ -261,12 +261,15 @@ def as_state_dict(
 
 def _name(extension: str, key: str) -> str:
     """The name, among those of a parameter's state, of what an extension keeps of it."""
-    return f"{extension}.{key}" if key else extension
+    if "/" in key:  # which parts a parameter's name from what is kept of it
+        raise ValueError(f"{extension}: kept() has the name {key!r}, it must not have a '/'")
+    return STALENESS if extension == STALENESS else f"{extension}.{key}"
 
 
 def is_of(key: str, extensions: Collection[str]) -> bool:
     """Whether what is saved of a parameter under a name is kept by one of some extensions."""
-    return key.partition(".")[0] in extensions
+    name, dot, _ = key.partition(".")
+    return key == STALENESS or (bool(dot) and name in extensions)
 
 
 def as_torch_has_it(

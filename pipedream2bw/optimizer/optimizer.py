@@ -12,7 +12,7 @@ import torch
 from .. import _C
 from ..ranks.agreement import Operation
 from ..runtime.discarding import TakenBack
-from ..runtime.extension import OPTIMIZER, Extension, Kept, Update, joined, parted
+from ..runtime.extension import OPTIMIZER, Extension, Kept, Update, joined, parted, saved_by
 from ..runtime.local_stages import LocalStage
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of, common_defaults
@@ -117,6 +117,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
             loss_scale=loss_scale,
         )
         remedies = Remedies(staleness)
+        if not isinstance(extensions, Sequence):
+            raise TypeError(
+                f"extensions: {type(extensions).__name__} given, it must be a list of extensions"
+            )
         given = {} if replica_sync is None else {"replica_sync": replica_sync}
         given |= {f"extensions[{number}]": each for number, each in enumerate(extensions)}
         session = agreed_session_of(optimizers, clipping, remedies, given, shard_state)
@@ -372,7 +376,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             kept: Kept = {}
             for weights in self._weights:
                 kept |= self._whole(weights, extension.kept(weights))
-            result[extension.name] = {**(extension.saved() or {}), "kept": joined(kept)}
+            result[extension.name] = {**(saved_by(extension) or {}), "kept": joined(kept)}
         return result
 
     def _that_keep(self) -> list[Extension]:
@@ -380,7 +384,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return [
             each
             for each in self.extensions
-            if each.saved() is not None and (each is not self._step_remedies or self._remedies)
+            if saved_by(each) is not None and (each is not self._step_remedies or self._remedies)
         ]
 
     def _whole(self, weights: StageWeights, kept: Kept) -> Kept:
@@ -451,14 +455,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def cut(self) -> OptimizerCut:
         """What the last :meth:`step` will leave, to be read when every stage has made it."""
         self._check_in_charge()
+        extensions = [each for each in self.extensions if saved_by(each) is not None]
         return OptimizerCut(
             kinds=self._kinds,
             optimizers=self._wrapped,
             options=[options_of(optimizer.param_groups) for optimizer in self._wrapped],
             seen=self._options,
             steppers=self._steppers,
-            extensions=self.extensions,
-            saved={each.name: saved for each in self.extensions if (saved := each.saved())},
+            extensions=extensions,
+            saved={each.name: saved_by(each) or {} for each in extensions},
             scale=self._scale,
             staleness=str(self._remedies),
             names=self._names(),

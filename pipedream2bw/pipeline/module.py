@@ -32,6 +32,8 @@ from .options import Options
 if TYPE_CHECKING:
     from ..planner.planning.plan import Plan
     from ..planner.profiling.profile import Profile
+else:
+    Plan = Profile = Any  # for typing.get_type_hints()
 
 
 _PLACEHOLDER = "_placeholder"

@@ -17,6 +17,13 @@ Kept = dict[str, dict[str, Any]]
 """What is kept of parameters: by a parameter's name, and then by a name of the extension's own."""
 
 
+RESERVED = (
+    *("state", "param_groups", "optimizers", "loss_scale", "loss_scales", "growth_tracker"),
+    *("staleness", "delayed_batches"),
+)
+"""Names that state_dict and checkpoints have for other things."""
+
+
 class Update(NamedTuple):
     """One batch's update on one stage of this process.
 
@@ -41,13 +48,14 @@ class HeldBytes(NamedTuple):
 class Extension:
     """What a pipeline, and the PipelineOptimizer that it was given to, tell and ask.
 
-    A subclass overrides what it needs: each method here does nothing. All ranks call a method, in
+    A subclass overrides what it needs: each method here does nothing. An error ends the pipeline,
+    unless a method says otherwise. All ranks call a method, in
     the main thread, unless the method says otherwise. The pipeline refers to its extensions weakly:
     an optimizer keeps those that it was given. One that acts in updates must not refer to the
     pipeline, which then would not end.
 
     Attributes:
-        name: of what it keeps, in ``state_dict`` and in checkpoints.
+        name: of what it keeps, in ``state_dict`` and in checkpoints: an identifier.
     """
 
     name = ""
@@ -71,7 +79,10 @@ class Extension:
         """This process's weights have been loaded. Drained."""
 
     def taken_back(self, taken: TakenBack) -> None:
-        """Batches have not been, as the first of them was discarded. Drained."""
+        """Batches have not been, as the first of them was discarded. Drained.
+
+        ``taken.error.discarded`` has the numbers of their train_steps; none: an evaluation failed.
+        """
 
     def bytes_of(self, stage: int) -> HeldBytes:
         """Bytes that are held of one of the schedule's stages."""
@@ -80,7 +91,7 @@ class Extension:
     # ------------------------------------------------------------------ the optimizer's
 
     def check(self, session: Any, options: Mapping[str, Any]) -> None:
-        """Raises ValueError or TypeError if it does not go with the pipeline or the optimizer.
+        """Raises ValueError or TypeError, on all ranks, if it does not go with the others.
 
         Args:
             session: the pipeline's :class:`Session`, whose room is above this one's file.
@@ -95,7 +106,10 @@ class Extension:
         """The optimizer has taken over. Drained; may wait for other ranks."""
 
     def before_step(self, batch: int) -> None:
-        """``opt.step()`` is about to submit a batch's update; may wait for other ranks."""
+        """``opt.step()`` is about to submit a batch's update; may wait for other ranks.
+
+        An error leaves the pipeline open, and the step can be tried again; other ranks do not know.
+        """
 
     def acts_in(self, update: Update) -> bool:
         """Whether :meth:`before_update` and :meth:`after_update` are to be called."""
@@ -113,9 +127,10 @@ class Extension:
     # ------------------------------------------------------------------ what is saved
 
     def saved(self) -> dict[str, Any] | None:
-        """What is saved beside :meth:`kept`, the same on all ranks: JSON's types. None: nothing.
+        """What is saved beside :meth:`kept`, the same on all ranks: a dictionary of JSON's types.
 
-        Called between two batches, in whose updates it may not change.
+        None: nothing is saved, nor is :meth:`kept` called; always, or never. The key "kept" is
+        taken. Called between two batches, and before :meth:`join`.
         """
         return None
 
@@ -123,7 +138,7 @@ class Extension:
         """What is saved of a stage's parameters, live tensors and numbers.
 
         The one value of a parameter may have the name "". Called between two updates of the stage,
-        in a thread of its own.
+        in a thread of its own; an error ends the save alone.
         """
         return {}
 
@@ -174,6 +189,23 @@ class Extensions:
         """Bytes that all of them hold of a stage."""
         held = [each.bytes_of(stage) for each in self]
         return HeldBytes(sum(each.on_device for each in held), sum(each.on_host for each in held))
+
+
+def saved_by(extension: Extension) -> dict[str, Any] | None:
+    """What an extension saves.
+
+    Raises:
+        TypeError, ValueError: it is no dictionary, or has a key that is taken.
+    """
+    saved: object = extension.saved()
+    what = f"{type(extension).__name__}.saved()"
+    if saved is None:
+        return None
+    if not isinstance(saved, dict):
+        raise TypeError(f"{what}: {type(saved).__name__}, it must be a dictionary or None")
+    if "kept" in saved:
+        raise ValueError(f'{what}: it has the key "kept", which is for what kept() gives')
+    return saved
 
 
 def joined(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -43,6 +44,11 @@ pipe.close()
 def test_a_name_loads_its_house() -> None:
     assert "pipedream2bw.planner.planning.planner" in loaded_after("pd2.plan")
     assert "pipedream2bw.extras.traffic" in loaded_after("pd2.TrafficReport")
+
+
+def test_lazy_names_are_listed_and_stand_for_types() -> None:
+    assert set(pd2.__all__) <= set(dir(pd2))
+    assert "plan" in typing.get_type_hints(pd2.PipelineModule.__init__)
 
 
 def test_every_name_of_a_house_is_public() -> None:

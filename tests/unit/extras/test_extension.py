@@ -133,10 +133,56 @@ def test_a_second_optimizer_takes_the_first_ones_extensions_away() -> None:
         assert all(each.optimizer_state < 4 * 160 for each in run.pipe.memory_report().values())
 
 
-def test_something_else_is_no_extension() -> None:
+class Named(pd2.Extension):
+    def __init__(self, name: str, saved: Any = None) -> None:
+        self.name = name
+        self._saved = saved
+
+    def saved(self) -> Any:
+        return self._saved
+
+    def kept(self, weights: Any) -> dict[str, dict[str, Any]]:
+        return {name: {"": torch.ones(3)} for name in weights.trainable}
+
+
+TWICE = Named("one")
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no extension": ([3], r"extensions\[0\]: int given, it must be of a subclass"),
+    "no list": (TWICE, "extensions: Named given, it must be a list"),
+    "no identifier": ([Named("a.b")], r"extensions\[0\]: name: 'a.b', it must be an identifier"),
+    "an optimizer's word": ([Named("state")], "name: 'state', it must be an identifier, and none"),
+    "without a name": ([Named("", {})], "name: '', what has a state must have a name"),
+    "twice": ([TWICE, TWICE], r"extensions\[0\] and extensions\[1\]: Named, name: 'one', is given"),
+    "two of a name": ([Named("one"), Named("one")], "name: 'one', is given twice"),
+    "a list saved": ([Named("one", [1])], r"Named.saved\(\): list, it must be a dictionary"),
+    "kept saved": ([Named("one", {"kept": 1})], r'Named.saved\(\): it has the key "kept"'),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_an_extension_is_refused(what: str) -> None:
+    extensions, text = REFUSED[what]
+    with Run(2).pipe as pipe:
+        sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        with pytest.raises((TypeError, ValueError), match=text):
+            pd2.PipelineOptimizer(sgd, extensions=extensions)
+
+
+@pytest.mark.parametrize("saved", [None, {}])
+def test_names_of_extensions_and_of_optimizers_state_do_not_meet(
+    saved: dict[str, Any] | None, tmp_path: Path
+) -> None:
     run = Run(2)
-    with run.pipe, pytest.raises(TypeError, match=r"extensions\[0\]: int given, it must be an Ext"):
-        pd2.PipelineOptimizer(
-            torch.optim.SGD(run.pipe.parameters(), lr=0.1),
-            extensions=[3],  # type: ignore[list-item]
-        )
+    with run.pipe as pipe:
+        adam = torch.optim.Adam(pipe.parameters(), lr=0.1)
+        opt = pd2.PipelineOptimizer(adam, extensions=[Named("exp_avg", saved)])
+        pipe.train_step(X, target=Y)
+        opt.step()
+        before = opt.state_dict()
+        pd2.save(tmp_path, pipe, opt).wait()
+        pd2.load(tmp_path, pipe, opt)
+        after = opt.state_dict()
+    assert ("exp_avg" in after) == (saved is not None)
+    for name, state in before["state"].items():
+        assert state.keys() == after["state"][name].keys()
+        assert torch.equal(state["exp_avg"], after["state"][name]["exp_avg"])
