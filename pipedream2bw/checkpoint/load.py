@@ -52,11 +52,11 @@ def load(
 ) -> dict[str, Any]:
     """Goes on where :func:`save` made a checkpoint. Every rank calls it; drains.
 
-    The pipeline may have another number of stages, split, schedule of the same delay, or number of
-    processes: then the run goes on with the same bits. Of a checkpoint without the older weight
-    versions that the schedule reads, the delay begins anew. Names and shapes must be the same; for
-    a part of the weights there is ``pipe.load_checkpoint(folder, strict=False)`` with the
-    checkpoint's own folder.
+    A batch that waits for its ``opt.step()`` is taken back first. The pipeline may have another
+    number of stages, split, schedule of the same delay, or number of processes: then the run goes
+    on with the same bits. Of a checkpoint without the older weight versions that the schedule
+    reads, the delay begins anew. Names and shapes must be the same; for a part of the weights there
+    is ``pipe.load_checkpoint(folder, strict=False)`` with the checkpoint's own folder.
 
     Weights that ``pipedream2bw checkpoint import`` made a checkpoint of are loaded as by
     :meth:`PipelineModule.load_checkpoint`. All else, and ``opt``, stays as it is: a run that has

@@ -342,6 +342,8 @@ class Session:
         self.ending.check_open()
         if loads := operation in (Operation.load, Operation.load_state_dict):
             self.accumulation.check_weights_are_own("loading weights")
+        if operation == Operation.load:
+            self.discard_batch()  # whose step will never come: another run goes on
         with self.ending.failing_closes():
             self.agree(operation, self.num_train_steps, local)
             self.drain()

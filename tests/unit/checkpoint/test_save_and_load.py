@@ -337,3 +337,33 @@ def test_a_language_model_is_saved_to_memory_and_loaded(
                     pd2.save("memory://gpt", pipe, opt).wait()
             results.append({n: v.clone() for n, v in pipe.state_dict().items()})
     assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
+
+
+@pytest.mark.timeout(60)
+def test_a_batch_that_waits_for_its_step_is_taken_back_by_a_load(tmp_path: Path) -> None:
+    x = torch.arange(32.0).reshape(8, 4).sin()
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    pipe = pd2.PipelineModule(
+        model, nn.functional.mse_loss, num_stages=2, num_microbatches=4, example_args=(x,)
+    )
+    opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+
+    def train() -> list[float]:
+        losses = []
+        for _ in range(2):
+            losses.append(pipe.train_step(x, target=x))
+            opt.step()
+        return list(map(float, losses))
+
+    train()
+    pd2.save(tmp_path, pipe, opt).wait()
+    want = train()
+    pipe.train_step(x, target=x)  # whose step never comes
+    pd2.load(tmp_path, pipe, opt)
+    assert train() == want
+    pipe.train_step(x, target=x)
+    pd2.load(tmp_path, pipe, opt)
+    pipe.load_state_dict(pipe.full_state_dict())
+    train()
+    pipe.flush()
+    pipe.close()
