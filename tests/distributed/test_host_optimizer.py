@@ -19,9 +19,9 @@ def leave_optimizers_to_the_host() -> None:
     """In this process, with buckets so small that every parameter is one."""
     open_session = module.open_session
 
-    def opened(model: Any, loss_fn: Any, options: Any) -> Any:
+    def opened(model: Any, loss_fn: Any, options: Any, arrange: Any) -> Any:
         options = dataclasses.replace(options, optimizer_device="cpu", bucket_cap_mb=1e-4)
-        return open_session(model, loss_fn, options)
+        return open_session(model, loss_fn, options, arrange)
 
     module.open_session = opened
     local_stages.is_apart_from_host = lambda device: True

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pipedream2bw as pd2
-from pipedream2bw.optimizer import ok_topk
+from pipedream2bw.extras import ok_topk
 from tests.distributed.test_replica_sums import bytes_written
 from tests.runs.launch import RankResult, in_turn, run_ranks
 

@@ -191,7 +191,6 @@ def test_a_long_timeline_shows_its_end_and_stays_small() -> None:
         bubbles=[0.0],
         peak_bytes=[0.0],
         most_in_flight=[1],
-        idle=[],
     )
     assert len(simulation._repr_html_()) < 100_000
     assert "the first 17000 actions are left out" in text_of(parsed(simulation))
