@@ -139,7 +139,6 @@ class Writer:
         self._then = then
         self._name = name_of(cut.batch, head.manifest.nonce)
         self._written: list[str] = []  # files of tensors
-        self._is_told = False  # whether rank 0 may know them
 
     def start(self, saving: Saving) -> None:
         """Begins, in a thread that does not keep the program from ending."""
@@ -173,9 +172,7 @@ class Writer:
                 if self._head.own.rank == 0:
                     clean(self._folder, self._timeout, but=self._name)
                 self._folder.make(self._name)
-                part = self._part()
-                self._is_told = True
-                self._write_json(part_name(self._head.own.rank), part)
+                self._write_json(part_name(self._head.own.rank), self._part())
                 took("write")
                 if self._head.own.rank == 0:
                     manifest = _put_together(self._head.manifest, self._gather())
@@ -201,7 +198,8 @@ class Writer:
     def _give_up(self, error: str) -> None:
         """Makes room, and lets the other ranks know; the next save removes the folder."""
         rank = self._head.own.rank
-        if rank == 0 or not self._is_told:  # else rank 0 may make a checkpoint of them
+        is_listed = self._told_by(rank, {part_name(rank)}) is not None
+        if rank == 0 or not is_listed:  # else rank 0 may make a checkpoint of the files
             self._make_room()
         try:
             self._write_json(failed_name(rank), {"error": error})

@@ -68,7 +68,7 @@ def test_training_goes_on_where_the_disk_is_full_or_read_only(tmp_path: Path) ->
 def test_all_ranks_tell_the_same_where_one_can_write_nothing_or_little(
     victim: int, tmp_path: Path
 ) -> None:
-    amounts = [2000, 0]
+    amounts = [2000, 8500, 0]  # of bytes: a part of the manifest alone has more than 8500
     results = run_ranks(saves, 2, args=(str(tmp_path), short_files, amounts, victim), timeout=100)
     for result in results:
         check(result.value, amounts, "File too large")
