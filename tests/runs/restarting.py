@@ -92,7 +92,7 @@ def main() -> None:
 
     def begin(rank: int, batch: int) -> None:
         if [rank, batch] == options.kill and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            while not any(folder.glob("checkpoints/step-????????/checkpoint.json")):
+            while not any(folder.glob("checkpoints/step-*/checkpoint.json")):
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
