@@ -2,7 +2,6 @@
 
 #include "core/check.h"
 #include "core/schedule/validate.h"
-#include "core/schedule/walk.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -39,8 +38,7 @@ class ListWalk {
         early_(lists.size()),
         updates_(std::move(updates)),
         awaited_(awaited),
-        shares_(schedule.num_stages, kNone),
-        awake_(lists.size()) {
+        shares_(schedule.num_stages, kNone) {
     for_each_action([&](const Action& action) {
       messages_.sent_by(action, [&](int message) { states_[message] = kNotSent; });
       const std::optional<int> share = share_of(action);
@@ -55,8 +53,14 @@ class ListWalk {
 
   // Gives updates that ranks have to wait for too, of which the others were none: begin anew, then.
   AwaitedUpdates run() {
+    for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) wake(rank);
     do {
-      awake_.run([this](int rank) { advance(rank); });
+      while (!awake_.empty()) {
+        const int rank = awake_.front();
+        awake_.pop_front();
+        ranks_[rank].is_awake = false;
+        advance(rank);
+      }
       post_what_was_sent();
     } while (!awake_.empty());
     AwaitedUpdates more = what_others_wait_for();
@@ -77,6 +81,7 @@ class ListWalk {
     int next = 0;
     bool waits_for_device = false;  // after `next`; if not, for one of these, or it has finished
     bool waits_for_updates = false;
+    bool is_awake = false;
     int launched = 0;        // when its last action was
     std::vector<int> sends;  // launched, and not known to be received
   };
@@ -92,6 +97,10 @@ class ListWalk {
   const Action& action(int rank) const { return lists_[rank][ranks_[rank].next]; }
   bool has_finished(int rank) const {
     return ranks_[rank].next == static_cast<int>(lists_[rank].size());
+  }
+
+  void wake(int rank) {
+    if (!std::exchange(ranks_[rank].is_awake, true)) awake_.push_back(rank);
   }
 
   void advance(int rank) {
@@ -116,7 +125,7 @@ class ListWalk {
     for_each_needed(rank, [&](int stage, int batch) {
       if (updates_.tell(stage, batch)) {
         for (int other = 0; other < static_cast<int>(ranks_.size()); ++other) {
-          if (other != rank && ranks_[other].waits_for_updates) awake_.wake(other);
+          if (other != rank && ranks_[other].waits_for_updates) wake(other);
         }
       }
       are_over = are_over && updates_.is_over(stage, batch);
@@ -202,7 +211,7 @@ class ListWalk {
     if (states_[message] == kNotSent) states_[message] = kPosted;
     if (states_[message] != kSent) return;
     states_[message] = kReceived;
-    awake_.wake(schedule_.placement[messages_[message].from]);
+    wake(schedule_.placement[messages_[message].from]);
   }
 
   void launch(int rank) {
@@ -215,7 +224,7 @@ class ListWalk {
         post_outstanding(schedule_.placement[messages_[message].to], Moment::kBefore);
         if (is_one_of_several_[message]) post_early(message, Moment::kBefore);
         states_[message] = kReceived;
-        awake_.wake(schedule_.placement[messages_[message].to]);
+        wake(schedule_.placement[messages_[message].to]);
       } else {
         states_[message] = kSent;
         ranks_[rank].sends.push_back(message);
@@ -233,7 +242,7 @@ class ListWalk {
         post_outstanding(other, Moment::kBefore);  // its part of the sum ends with this one
       }
       shares_[action.stage] = *share;
-      awake_.wake(other);
+      wake(other);
     }
   }
 
@@ -299,7 +308,7 @@ class ListWalk {
   JointProgress updates_;
   const AwaitedUpdates& awaited_;
   std::vector<int> shares_;  // by stage: the last of its sums with its copy
-  AwakeRanks awake_;
+  std::deque<int> awake_;
   std::vector<int> sent_;  // since the last time that no rank could go on
 };
 

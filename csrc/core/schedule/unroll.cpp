@@ -69,8 +69,6 @@ int forward_batches_behind(const Schedule& schedule) {
 std::vector<Step> unroll(const Schedule& schedule, int rank, int first_batch, int num_batches) {
   std::vector<Step> steps;
   const RankActions& lists = schedule.ranks.at(rank);
-  steps.reserve(lists.prologue.size() + lists.steady.size() * std::max(num_batches - 1, 0) +
-                lists.epilogue.size());
   const std::int64_t first_of_run = std::int64_t{first_batch} * schedule.num_microbatches;
   const auto append = [&](ListKind list, int batch) {
     const std::int64_t first_microbatch = std::int64_t{batch} * schedule.num_microbatches;

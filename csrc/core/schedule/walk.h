@@ -9,8 +9,8 @@
 #include "core/schedule/unroll.h"
 
 #include <cstddef>
-#include <deque>
 #include <functional>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,36 +18,6 @@
 #include <vector>
 
 namespace pd2 {
-
-// The ranks that may go on: at first all of them.
-class AwakeRanks {
- public:
-  explicit AwakeRanks(std::size_t num_ranks) : is_awake_(num_ranks, false) {
-    for (std::size_t rank = 0; rank < num_ranks; ++rank) wake(static_cast<int>(rank));
-  }
-
-  void wake(int rank) {
-    if (is_awake_[rank]) return;
-    is_awake_[rank] = true;
-    awake_.push_back(rank);
-  }
-  bool empty() const { return awake_.empty(); }
-
-  // Calls advance(rank) for each, in the order in which they were woken, until none is awake.
-  template <typename Advance>
-  void run(Advance&& advance) {
-    while (!awake_.empty()) {
-      const int rank = awake_.front();
-      awake_.pop_front();
-      is_awake_[rank] = false;
-      advance(rank);
-    }
-  }
-
- private:
-  std::vector<bool> is_awake_;
-  std::deque<int> awake_;
-};
 
 // Calls run(step) for the steps of each rank's list, in its order. A step is run as soon as
 // waits_for(step) names no stage that has to do something before; it is asked again when that
@@ -61,16 +31,20 @@ std::vector<std::size_t> walk(const Schedule& schedule, const std::vector<std::v
                               WaitsFor&& waits_for, Run&& run) {
   std::vector<std::size_t> done(lists.size(), 0);
   std::vector<std::vector<int>> waiting(lists.size());  // by the rank that they wait for
-  AwakeRanks ranks(lists.size());
-  ranks.run([&](int rank) {
+  std::vector<int> ready(lists.size());
+  std::iota(ready.begin(), ready.end(), 0);
+  while (!ready.empty()) {
+    const int rank = ready.back();
+    ready.pop_back();
     const std::vector<Each>& list = lists[rank];
     std::size_t next = done[rank];
     std::optional<int> awaited;
     while (next < list.size() && !(awaited = waits_for(list[next]))) run(list[next++]);
     if (awaited) waiting[schedule.placement[*awaited]].push_back(rank);
-    if (next == std::exchange(done[rank], next)) return;
-    for (const int other : std::exchange(waiting[rank], {})) ranks.wake(other);
-  });
+    if (next == std::exchange(done[rank], next)) continue;
+    ready.insert(ready.end(), waiting[rank].begin(), waiting[rank].end());
+    waiting[rank].clear();
+  }
   return done;
 }
 
