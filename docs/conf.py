@@ -44,7 +44,9 @@ nitpick_ignore_regex = [
     # Types in signatures that have no page here: other libraries' (a site that is built without a
     # network cannot look them up), and those of inner rooms that no user makes.
     ("py:class", r"(torch|transformers|collections\.abc|contextlib|dataclasses|os)\..+"),
-    ("py:class", r"pipedream2bw\.(_C|json_document|[a-z_]+\.[a-z_]+)\.\w+"),
+    # StageWeights: Sphinx reads Update's fields, as those of a NamedTuple, without their module.
+    ("py:class", "StageWeights"),
+    ("py:class", r"pipedream2bw\.(_C|json_document|[a-z_.]+)\.\w+"),
 ]
 
 html_theme = "furo"

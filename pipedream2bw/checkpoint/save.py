@@ -84,7 +84,7 @@ def save(
 ) -> Saving:
     """Begins to save a checkpoint, and returns; training goes on meanwhile.
 
-    It is a folder in ``path`` with a name of its own, see :attr:`Saving.path`. When it is whole, an
+    It is a folder in ``path`` with a name of its own, see ``Saving.path``. When it is whole, an
     earlier one of the same batch is removed.
 
     Every rank calls it between two batches, after ``opt.step()``. Nothing is drained: each stage's

@@ -94,7 +94,7 @@ class Extension:
         """Raises ValueError or TypeError, on all ranks, if it does not go with the others.
 
         Args:
-            session: the pipeline's :class:`Session`, whose room is above this one's file.
+            session: the pipeline's ``Session``, whose room is above this one's file.
             options: the other arguments of PipelineOptimizer, by their names.
         """
 
