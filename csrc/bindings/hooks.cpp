@@ -20,9 +20,9 @@ using BucketPlace = std::tuple<std::size_t, std::int64_t, std::int64_t>;
 
 std::vector<std::vector<BucketPlace>> hooked_buckets(const Stage& stage) {
   std::vector<std::vector<BucketPlace>> buckets;
-  for (const auto& bucket : stage.hooked_buckets()) {
+  for (const auto& bucket : stage.gradients().hooked_buckets()) {
     auto& places = buckets.emplace_back();
-    for (const Stage::BucketPlace& place : bucket) {
+    for (const GradientPath::BucketPlace& place : bucket) {
       places.emplace_back(place.parameter, place.offset, place.numel);
     }
   }
@@ -30,7 +30,7 @@ std::vector<std::vector<BucketPlace>> hooked_buckets(const Stage& stage) {
 }
 
 void set_hook(Stage& stage, py::function hook) {
-  stage.set_hook([held = shared_python(std::move(hook))](const std::vector<at::Tensor>& buckets,
+  stage.gradients().set_hook([held = shared_python(std::move(hook))](const std::vector<at::Tensor>& buckets,
                                                          std::optional<double> unscaling) {
     const py::gil_scoped_acquire gil;
     return (*held)(buckets, unscaling).cast<bool>();

@@ -9,7 +9,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
@@ -23,21 +25,48 @@ namespace {
 
 using StageClass = py::class_<Stage, std::shared_ptr<Stage>>;
 
+// A method of the stage's place of the step as one of the stage.
+template <typename Result, typename... Arguments>
+auto of_place(Result (StepPlace::*method)(Arguments...) const) {
+  return [method](const Stage& self, Arguments... arguments) {
+    return (self.step_place().*method)(arguments...);
+  };
+}
+template <typename Result, typename... Arguments>
+auto of_place(Result (StepPlace::*method)(Arguments...)) {
+  return [method](Stage& self, Arguments... arguments) {
+    return (self.step_place().*method)(arguments...);
+  };
+}
+
+GradientPathOptions gradient_options(const std::string& replica_group, std::vector<int> sum_order,
+                                     std::shared_ptr<CopySum> copy_sum, int copy) {
+  GradientPathOptions options;
+  if (auto group = resolve_group(replica_group)) {
+    options.others = Replicas{std::move(group), std::move(sum_order)};
+  } else if (copy_sum) {
+    options.others = CopySumEnd{std::move(copy_sum), copy};
+  }
+  return options;
+}
+
 void bind_making(StageClass& stage) {
   stage
-      .def(py::init([](const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-                       int num_versions, const std::string& replica_group,
-                       std::vector<int> sum_order, std::int64_t bucket_bytes,
-                       std::shared_ptr<CopySum> copy_sum, int copy,
+      .def(py::init([](const std::vector<at::Tensor>& parameters,
+                       const std::vector<std::string>& names, int num_versions,
+                       const std::string& replica_group, std::vector<int> sum_order,
+                       std::int64_t bucket_bytes, std::shared_ptr<CopySum> copy_sum, int copy,
                        std::vector<at::ScalarType> dtypes, bool split_master,
                        std::optional<at::ScalarType> gradient_dtype,
                        std::shared_ptr<StageStreams> streams, bool steps_on_host) {
-             return std::make_shared<Stage>(
-                 parameters, std::move(names), num_versions,
-                 Replicas{resolve_group(replica_group), std::move(sum_order)}, bucket_bytes,
-                 CopySumEnd{std::move(copy_sum), copy},
-                 StagePrecision{std::move(dtypes), split_master, gradient_dtype},
-                 std::move(streams), steps_on_host);
+             StageOptions options{.num_versions = num_versions,
+                                  .precision = {std::move(dtypes), split_master, gradient_dtype},
+                                  .gradients = gradient_options(replica_group, std::move(sum_order),
+                                                                std::move(copy_sum), copy),
+                                  .streams = std::move(streams)};
+             options.gradients.bucket_bytes = bucket_bytes;
+             options.gradients.to_host = steps_on_host;
+             return std::make_shared<Stage>(parameters, names, std::move(options));
            }),
            py::kw_only(), py::arg("parameters"), py::arg("names"), py::arg("num_versions"),
            py::arg("replica_group") = "", py::arg("sum_order") = std::vector<int>(),
@@ -46,7 +75,13 @@ void bind_making(StageClass& stage) {
            py::arg("gradient_dtype") = py::none(), py::arg("streams") = py::none(),
            py::arg("steps_on_host") = false)
       .def("attach", &Stage::attach, py::arg("parameter"), py::arg("slot_parameter"))
-      .def("tie", &Stage::tie, py::arg("sum"), py::arg("copy"), py::arg("parameters"))
+      .def(
+          "tie",
+          [](Stage& self, std::shared_ptr<TiedSum> sum, std::size_t copy,
+             std::vector<std::size_t> parameters) {
+            self.gradients().tie(std::move(sum), copy, std::move(parameters));
+          },
+          py::arg("sum"), py::arg("copy"), py::arg("parameters"))
       .def(
           "arrange",
           [](Stage& self, bool reads_first, bool waits, const std::shared_ptr<Fault>& fault) {
@@ -65,17 +100,18 @@ void bind_making(StageClass& stage) {
       .def(
           "settle",
           [](Stage& self, const std::shared_ptr<Fault>& fault) {
-            self.settle([&fault] { return fault->raised(); });
+            self.gradients().settle([&fault] { return fault->raised(); });
           },
           py::arg("fault"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("is_shared", &Stage::is_shared)
-      .def("owns", &Stage::owns, py::arg("parameter"))
-      .def("leads", &Stage::leads, py::arg("parameter"))
+      .def_property_readonly("is_shared",
+                             [](const Stage& self) { return self.gradients().is_shared(); })
+      .def("owns", of_place(&StepPlace::owns), py::arg("parameter"))
+      .def("leads", of_place(&StepPlace::leads), py::arg("parameter"))
       .def(
           "owners",
           [](const Stage& self, std::size_t parameter) {
             std::vector<std::tuple<int, std::int64_t, std::int64_t>> owners;
-            for (const auto& [rank, begin, numel] : self.owners(parameter)) {
+            for (const auto& [rank, begin, numel] : self.step_place().owners(parameter)) {
               owners.emplace_back(rank, begin, numel);
             }
             return owners;
@@ -85,40 +121,63 @@ void bind_making(StageClass& stage) {
 
 void bind_weights(StageClass& stage) {
   const auto newest = [](const Stage& self) { return self.versions().newest(); };
-  stage.def("weight", &Stage::weight, py::arg("slot"), py::arg("parameter"))
-      .def("slot_buffers", &Stage::slot_buffers, py::arg("slot"))
+  const auto of_slots = [](auto method) {
+    return [method](const Stage& self) { return (self.slots().*method)(); };
+  };
+  stage
+      .def(
+          "weight",
+          [](const Stage& self, int slot, std::size_t i) { return self.slots().weight(slot, i); },
+          py::arg("slot"), py::arg("parameter"))
+      .def(
+          "slot_buffers", [](const Stage& self, int slot) { return self.slots().flat(slot); },
+          py::arg("slot"))
       .def_property_readonly("newest_version", newest)
-      .def_property_readonly(
-          "newest_slot", [newest](const Stage& self) { return self.versions().slot(newest(self)); })
-      .def_property_readonly("num_versions", &Stage::num_versions)
-      .def_property_readonly("num_slots", &Stage::num_slots)
+      .def_property_readonly("newest_slot", of_slots(&Slots::newest))
+      .def_property_readonly("num_versions", of_slots(&Slots::num_versions))
+      .def_property_readonly("num_slots", of_slots(&Slots::num_slots))
       .def_property_readonly("most_live_versions",
                              [](const Stage& self) { return self.versions().most_live_versions(); })
       .def("restart_delay", &Stage::restart_delay)
       .def("show", &Stage::show)
-      .def_property_readonly("frees_gradients", &Stage::frees_gradients)
+      .def_property_readonly("frees_gradients",
+                             [](const Stage& self) { return self.gradients().frees_buffer(); })
       .def("load_versions", &Stage::load_versions, py::arg("oldest"), py::arg("newest"))
       .def(
           "slot_of", [](const Stage& self, std::int64_t v) { return self.versions().slot(v); },
           py::arg("version"))
-      .def("master", &Stage::master, py::arg("slot"), py::arg("parameter"))
-      .def("hides_master", &Stage::hides_master, py::arg("parameter"))
+      .def("master", of_place(&StepPlace::master), py::arg("slot"), py::arg("parameter"))
+      .def("hides_master", of_place(&StepPlace::hides_master), py::arg("parameter"))
       .def(
           "whole_masters",
           [](Stage& self, const std::shared_ptr<Fault>& fault) {
             std::vector<std::optional<at::Tensor>> masters;
             const py::gil_scoped_release no_gil;
-            for (at::Tensor& master : self.whole_masters([&fault] { return fault->raised(); })) {
+            const auto is_stopped = [&fault] { return fault->raised(); };
+            for (at::Tensor& master : self.step_place().hidden_masters(is_stopped)) {
               masters.emplace_back(master.defined() ? std::optional(master) : std::nullopt);
             }
             return masters;
           },
           py::arg("fault"))
-      .def("master_buffers", &Stage::master_buffers)
-      .def("round_masters", &Stage::round_masters, py::arg("slot"))
-      .def("set_master", &Stage::set_master, py::arg("parameter"), py::arg("value"))
-      .def("gradient", &Stage::gradient, py::arg("parameter"))
-      .def("has_gradient", &Stage::has_gradient, py::arg("parameter"));
+      .def("master_buffers",
+           [](const Stage& self) {
+             std::vector<at::Tensor> buffers;
+             if (!self.gradients().is_shared()) {
+               std::ranges::copy_if(self.step_place().masters(), std::back_inserter(buffers),
+                                    &at::Tensor::defined);
+             }
+             return buffers;
+           })
+      .def("round_masters", of_place(&StepPlace::round_masters), py::arg("slot"))
+      .def("set_master", of_place(&StepPlace::set_master), py::arg("parameter"), py::arg("value"))
+      .def(
+          "gradient", [](const Stage& self, std::size_t i) { return self.gradients().gradient(i); },
+          py::arg("parameter"))
+      .def(
+          "has_gradient",
+          [](const Stage& self, std::size_t i) { return self.gradients().has_gradient(i); },
+          py::arg("parameter"));
 }
 
 void bind_optimizer_state(StageClass& stage) {
@@ -131,20 +190,21 @@ void bind_optimizer_state(StageClass& stage) {
             for (const auto& [kind, of_parameter] : groups_by_kind) {
               optimizers.push_back({parse_optimizer(kind), of_parameter});
             }
-            self.set_optimizers(optimizers, keeps_bfloat16);
+            self.step_place().set_optimizers(optimizers, keeps_bfloat16);
           },
           py::arg("groups_by_kind"), py::arg("keeps_bfloat16") = false)
-      .def("optimizer_state", &Stage::optimizer_state, py::arg("name"), py::arg("parameter"))
-      .def("set_optimizer_state", &Stage::set_optimizer_state, py::arg("name"),
+      .def("optimizer_state", of_place(&StepPlace::state), py::arg("name"), py::arg("parameter"))
+      .def("set_optimizer_state", of_place(&StepPlace::set_state), py::arg("name"),
            py::arg("parameter"), py::arg("value"))
-      .def("step_count", &Stage::step_count, py::arg("parameter"))
-      .def("set_step_count", &Stage::set_step_count, py::arg("parameter"), py::arg("count"))
-      .def("is_fused", &Stage::is_fused, py::arg("parameter"))
-      .def("kept_step", &Stage::kept_step, py::arg("parameter"))
+      .def("step_count", of_place(&StepPlace::step_count), py::arg("parameter"))
+      .def("set_step_count", of_place(&StepPlace::set_step_count), py::arg("parameter"),
+           py::arg("count"))
+      .def("is_fused", of_place(&StepPlace::is_fused), py::arg("parameter"))
+      .def("kept_step", of_place(&StepPlace::kept_step), py::arg("parameter"))
       .def(
           "set_kept_step",
           [](Stage& self, std::size_t parameter, const std::optional<at::Tensor>& value) {
-            self.set_kept_step(parameter, value.value_or(at::Tensor()));
+            self.step_place().set_kept_step(parameter, value.value_or(at::Tensor()));
           },
           py::arg("parameter"), py::arg("value").none(true));
 }

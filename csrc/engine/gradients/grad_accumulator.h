@@ -108,6 +108,7 @@ class GradAccumulator {
   }
   // Moves the sums so far to another buffer, where later gradients will go, too.
   void move(std::size_t from, std::size_t to);
+  std::size_t num_buffers() const { return buffers_.size(); }
   // Appends a buffer like the others; removes the last one.
   void add_buffer();
   void drop_last_buffer() { buffers_.pop_back(); }

@@ -53,7 +53,7 @@ struct Replicas {
 // The stage's executor thread announces microbatches and ends batches; finish() may be called by
 // the thread that makes the batch's update. All else is done by whichever of them may: a batch's
 // exchanges begin when the batch before has none left to begin. Of a device's sums the executor's
-// thread begins all, as Stage::exchanges_in_order() says why.
+// thread begins all, as GradientPath::exchanges_in_order() says why.
 class ReplicaSum {
  public:
   using IsStopped = std::function<bool()>;

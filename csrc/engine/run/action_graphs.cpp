@@ -71,7 +71,7 @@ class ActionGraphs::Recording {
  public:
   struct Backward {
     std::string gradients_text;          // what it depends on: which gradients come,
-    Stage::GradientState before, after;  // and where the weights' go
+    GradientPath::State before, after;  // and where the weights' go
     std::unique_ptr<DeviceGraph> graph;
     std::vector<at::Tensor> gradients;
     std::vector<std::vector<at::Tensor>> of_inputs;  // by inbound edge
@@ -256,7 +256,7 @@ void ActionGraphs::backward(const Use& use, const Incoming& incoming, bool begin
     return;
   }
   count(!use.recording          ? use.reason
-        : begins_early          ? (stage_.has_replicas() ? kSums : kFetches)
+        : begins_early          ? (stage_.gradients().replicas() ? kSums : kFetches)
         : !kind.refusal.empty() ? kind.refusal
                                 : kFirst);
   run_autograd(incoming.roots, incoming.gradients, /*keep_graph=*/use.recording != nullptr);
@@ -264,7 +264,7 @@ void ActionGraphs::backward(const Use& use, const Incoming& incoming, bool begin
 }
 
 bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming, Kind& kind) {
-  const Stage::GradientState before = stage_.gradient_state();
+  const GradientPath::State before = stage_.gradients().state();
   std::string text;
   for (const torch::autograd::Edge& root : incoming.roots) {
     describe(text, reinterpret_cast<std::intptr_t>(root.function.get()));
@@ -289,7 +289,7 @@ bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming,
                   [&] { run_autograd(incoming.roots, made.gradients, /*keep_graph=*/true); });
     } catch (...) {
       const std::string cause = setup_.cause_of(std::current_exception());
-      stage_.set_gradient_state(before);
+      stage_.gradients().set_state(before);
       for (const NodePtr& sink : forward.history.sinks) {
         if (sink) {
           sink_of(sink).captured.clear();
@@ -298,7 +298,7 @@ bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming,
       refuse(kind, "a backward", cause);
       return false;
     }
-    made.after = stage_.gradient_state();
+    made.after = stage_.gradients().state();
     for (const NodePtr& sink : forward.history.sinks) {
       made.of_inputs.push_back(sink ? std::exchange(sink_of(sink).captured, {})
                                     : std::vector<at::Tensor>());
@@ -309,7 +309,7 @@ bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming,
   }
   copy_all(incoming.gradients, found->gradients);
   found->graph->replay();
-  stage_.set_gradient_state(found->after);
+  stage_.gradients().set_state(found->after);
   for (std::size_t e = 0; e < found->of_inputs.size(); ++e) {
     if (forward.history.sinks[e]) {
       sink_of(forward.history.sinks[e]).captured = copies_of(found->of_inputs[e]);

@@ -79,7 +79,7 @@ class ActionGraphs {
   // cannot be recorded and has to be, and what `run` throws.
   ForwardResult forward(ForwardCall call, const Forward& run, Use& use, History& history);
   // Executes its backward. `begins_early`: the hooks in it begin something with the batch's
-  // gradients (Stage::begins_early()), which is not to be recorded.
+  // gradients (GradientPath::begins_early()), which is not to be recorded.
   void backward(const Use& use, const Incoming& incoming, bool begins_early);
 
   // Forgets all that is recorded.

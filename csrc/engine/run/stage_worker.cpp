@@ -59,7 +59,7 @@ void StageWorker::expect_values(const Run& run, int num_microbatches) {
 
 void StageWorker::drop_connections() {
   wirings_.clear();
-  stage_->drop_connections();
+  stage_->gradients().drop_connections();
   updates_.drop_connections();
 }
 
@@ -201,7 +201,7 @@ void StageWorker::finish_updates_before(ActionKind kind, const Run& run, int mic
   // The next batch's sums begin in its last backward, when replicas have exchanged their shares.
   const bool lets_sums_begin = (kind == ActionKind::kBackward || kind == ActionKind::kWeightGrad) &&
                                this->lets_sums_begin(run, microbatch) &&
-                               stage_->exchanges_in_order();
+                               stage_->gradients().exchanges_in_order();
   if (updates_.are_joint() ? reads_or_updates : lets_sums_begin) {
     updates_.finish();
   }

@@ -68,7 +68,7 @@ void StageWorker::backward(const Run& run, int microbatch) {
   if (skips_backward(ActionKind::kBackward, run, microbatch)) {
     return;
   }
-  const bool begins_early = stage_->begins_early() && lets_sums_begin(run, microbatch);
+  const bool begins_early = stage_->gradients().begins_early() && lets_sums_begin(run, microbatch);
   InFlight& in_flight = this->in_flight(run.id, microbatch);
   run_backward(ActionKind::kBackward, run, microbatch,
                [&](const auto& roots, const auto& gradients) {
@@ -87,12 +87,12 @@ void StageWorker::input_grad(const Run& run, int microbatch) {
   }
   InFlight& in_flight = this->in_flight(run.id, microbatch);
   in_flight.split = std::make_unique<SplitBackward>();
-  stage_->hold_gradients(&in_flight.held);
+  stage_->gradients().hold(&in_flight.held);
   run_backward(ActionKind::kInputGrad, run, microbatch,
                [&](const auto& roots, const auto& gradients) {
                  in_flight.split->run_input_half(roots, gradients);
                });
-  stage_->hold_gradients(nullptr);
+  stage_->gradients().hold(nullptr);
   in_flight.history.clear();
 }
 

@@ -1,176 +1,131 @@
 #include "engine/stage/stage.h"
 
 #include "core/check.h"
-#include "engine/channels/wait_for_work.h"
 
 #include <ATen/ops/_foreach_mul.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <c10/core/ScalarType.h>
 
-#include <algorithm>
-#include <iterator>
-#include <map>
 #include <utility>
 
 namespace pd2 {
 
-Stage::Stage(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
-             int num_versions, Replicas replicas, std::int64_t bucket_bytes, CopySumEnd copies,
-             const StagePrecision& precision, std::shared_ptr<const StageStreams> streams,
-             bool steps_on_host)
-    : streams_(streams ? std::move(streams) : std::make_shared<const StageStreams>(at::kCPU)),
-      num_versions_(num_versions),
-      versions_(num_versions),
-      copies_(std::move(copies)) {
-  PD2_ASSERT(!replicas || !copies_.sum, "copies in this process have no group");
-  const bool sums = replicas || copies_.sum;
-  PD2_ASSERT(parameters.size() == names.size(), names.size(), " names for ", parameters.size());
-  // By the dtype of the weights and that of what is stepped.
-  std::map<std::pair<at::ScalarType, at::ScalarType>, std::vector<std::size_t>> by_dtype;
+Stage::Stage(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+             StageOptions options)
+    : streams_(options.streams ? std::move(options.streams)
+                               : std::make_shared<const StageStreams>(at::kCPU)),
+      layout_(parameters, names, options.precision),
+      slots_(layout_, parameters, options.num_versions,
+             !std::holds_alternative<std::monostate>(options.gradients.others)),
+      gradients_(layout_, slots_, *streams_, std::move(options.gradients)),
+      step_place_(layout_, slots_, gradients_) {
+  restart_delay();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const at::ScalarType own = parameters[i].scalar_type();
-    const at::ScalarType computed = precision.dtypes.empty() ? own : precision.dtypes.at(i);
-    PD2_CHECK(computed == own || own == at::kFloat, "parameter ", names[i], ": ", own,
-              ", computed with as ", computed, ": its master must be float32");
-    by_dtype[{computed, own}].push_back(i);
-  }
-  places_.resize(parameters.size());
-  const auto gradient_dtype = [&](const std::pair<at::ScalarType, at::ScalarType>& dtypes) {
-    const bool has_master = dtypes.first != dtypes.second;
-    return GradAccumulator::dtype(dtypes.first, has_master ? precision.gradients : std::nullopt);
-  };
-  const bool can_rotate = has_slack() && std::ranges::all_of(by_dtype, [&](const auto& of_dtype) {
-                            return gradient_dtype(of_dtype.first) == of_dtype.first.first;
-                          });
-  slots_.resize(num_versions + (can_rotate ? 1 : 0));
-  for (const auto& [dtypes, members] : by_dtype) {
-    const auto [dtype, own] = dtypes;
-    std::vector<at::Tensor> tensors;
-    std::vector<std::string> tensor_names;
-    for (std::size_t member : members) {
-      places_[member] = {packings_.size(), tensors.size()};
-      tensors.push_back(parameters[member].detach().to(dtype));
-      tensor_names.push_back(names[member]);
+    if (layout_.buffers()[layout_.place(i).buffer].master) {
+      step_place_.set_master(i, parameters[i]);
     }
-    packings_.push_back(std::make_unique<FlatPacking>(tensors));
-    const FlatPacking& packing = *packings_.back();
-    const std::int64_t num_flags = GradAccumulator::num_flags(packing, sums);
-    for (auto& slot : slots_) {
-      slot.push_back(packing.allocate(dtype, can_rotate ? num_flags : 0));
-    }
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
-      packing.view(slots_.front().back(), i).copy_(tensors[i]);
-    }
-    at::Tensor& master = masters_.emplace_back();
-    if (dtype != own) {
-      const bool split = precision.split && dtype == at::kBFloat16;
-      const at::ScalarType kept = split ? at::kShort : own;
-      master = steps_on_host
-                   ? zeros_on_huge_pages(packing.numel(), at::device(at::kCPU).dtype(kept))
-                   : packing.allocate(kept);
-    }
-    std::vector<at::Tensor> buffers;
-    for (std::size_t slot = 0; slot < slots_.size() && can_rotate; ++slot) {
-      buffers.push_back(slots_[slot].back());
-    }
-    if (!can_rotate) {
-      buffers.push_back(packing.allocate(gradient_dtype(dtypes), num_flags));
-    }
-    gradients_.push_back(
-        std::make_unique<GradAccumulator>(packing, std::move(tensor_names), std::move(buffers)));
-  }
-  if (steps_on_host) {
-    host_ = std::make_unique<HostMirror>(*streams_, gradients_, bucket_bytes, !sums);
-    restart_delay();
-  }
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (masters_[places_[i].buffer].defined()) {
-      set_master(i, parameters[i]);
-    }
-  }
-  if (replicas) {
-    replicas_ = std::make_unique<ReplicaSum>(std::move(replicas), bucket_bytes, gradients_,
-                                             streams_->update);
   }
   arrange(/*reads_first=*/true, /*waits=*/false);
 }
 
-std::size_t Stage::gradient_buffer(std::int64_t batch) const {
-  if (rotates()) {
-    return versions_.slot_to_write(batch + 1);
+void Stage::attach(std::size_t parameter, const at::Tensor& slot_parameter) {
+  // Autograd gives a leaf's gradients to the stream that is current when its node is made.
+  const OnStream guard(streams_->compute);
+  gradients_.attach(parameter, slot_parameter);
+  // Versions and gradients take turns in its memory. What the engine writes there does not count
+  // as a write to the tensor: a recorded forward keeps it over many versions.
+  slot_parameter.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(0));
+}
+
+void Stage::show() {
+  if (gradients_.host()) {
+    gradients_.host()->show();
   }
-  const auto after_the_versions = static_cast<std::size_t>(num_versions_);
-  const std::size_t first = slots_.size() > after_the_versions ? after_the_versions : 0;
+}
+
+std::size_t Stage::gradient_buffer(std::int64_t batch) const {
+  if (slots_.rotates()) {
+    return versions().slot_to_write(batch + 1);
+  }
+  const std::size_t first = slots_.can_rotate() ? slots_.num_versions() : 0;
   return first + (has_two_gradients_ ? batch % 2 : 0);
 }
 
-void Stage::arrange(bool reads_first, bool waits, const std::function<bool()>& is_stopped) {
-  if (replicas_) {
-    replicas_->settle(is_stopped);
+std::int64_t Stage::version_before_gradients(std::int64_t batch) const {
+  if (slots_.rotates()) {  // the step that read the version which was there
+    return batch + 2 - versions().num_slots();
   }
-  const auto can_rotate = slots_.size() > static_cast<std::size_t>(num_versions_);
-  const bool rotates = reads_first && can_rotate;
+  return overlaps() ? batch - 1 : batch;
+}
+
+bool Stage::wait_for_gradients_buffer(std::chrono::milliseconds at_most) {
+  HostMirror* host = gradients_.host();
+  return !host || slots_.rotates() || host->wait_until_released(at_most, streams_->compute);
+}
+
+void Stage::arrange(bool reads_first, bool waits, const std::function<bool()>& is_stopped) {
+  gradients_.settle(is_stopped);
   // A batch may be complete whose update has not been asked for.
-  const std::int64_t newest = versions_.newest();
-  const int from = versions_.slot(newest);
+  const std::int64_t newest = versions().newest();
+  const int from = slots_.newest();
   const std::size_t gradients = gradient_buffer(newest);
-  const int num_slots = rotates ? this->num_slots() : num_versions_;
-  if (num_slots != versions_.num_slots()) {
-    versions_ = WeightStore(num_slots, newest);
+  const bool rotates = reads_first && slots_.can_rotate();
+  if (rotates != slots_.rotates()) {
+    slots_.arrange(rotates);
   } else if (reads_first != reads_first_) {
-    versions_.reset();  // as on stages of other dtypes
+    versions().reset();  // as on stages of other dtypes
   }
   reads_first_ = reads_first;
-  const bool had_two_gradients =
-      std::exchange(has_two_gradients_, (waits || is_tied()) && has_slack() && !rotates && !host_);
-  const int to = versions_.slot(newest);
-  for (std::size_t buffer = 0; buffer < packings_.size(); ++buffer) {
-    GradAccumulator& accumulator = *gradients_[buffer];
-    if (has_two_gradients_ && !had_two_gradients) {
-      accumulator.add_buffer();
-    }
-    const at::Tensor weights = from == to ? slots_[to][buffer] : slots_[from][buffer].clone();
-    accumulator.move(gradients, gradient_buffer(newest));
-    if (from != to) {
-      slots_[to][buffer].copy_(weights);
-    }
-    if (had_two_gradients && !has_two_gradients_) {
-      accumulator.drop_last_buffer();
-    }
+  has_two_gradients_ =
+      (waits || gradients_.is_tied()) && slots_.has_slack() && !rotates && !gradients_.host();
+  const int to = slots_.newest();
+  std::vector<at::Tensor> weights;
+  for (const at::Tensor& flat : slots_.flat(from)) {
+    weights.push_back(from == to ? flat : flat.clone());
+  }
+  const std::size_t num_buffers = slots_.can_rotate() ? slots_.num_slots() : 1;
+  gradients_.move(num_buffers + (has_two_gradients_ ? 1 : 0), gradients, gradient_buffer(newest));
+  for (std::size_t buffer = 0; buffer < weights.size() && from != to; ++buffer) {
+    slots_.flat(to)[buffer].copy_(weights[buffer]);
+  }
+}
+
+void Stage::take_back() {
+  versions().reset();
+  if (gradients_.host()) {
+    gradients_.host()->forget();
+  }
+}
+
+void Stage::restart_delay() {
+  versions().reset();
+  const std::vector<at::Tensor>& newest = slots_.flat(slots_.newest());
+  for (std::size_t buffer = 0; buffer < newest.size() && gradients_.host(); ++buffer) {
+    gradients_.host()->take_weights(buffer, newest[buffer]);
   }
 }
 
 void Stage::load_versions(std::int64_t oldest, std::int64_t newest) {
-  PD2_CHECK(newest - oldest < num_versions_, "versions ", oldest, " to ", newest,
-            " are to be loaded: the stage keeps ", num_versions_);
-  versions_.load(oldest, newest);
+  PD2_CHECK(newest - oldest < slots_.num_versions(), "versions ", oldest, " to ", newest,
+            " are to be loaded: the stage keeps ", slots_.num_versions());
+  versions().load(oldest, newest);
 }
 
-at::Tensor Stage::gradient(std::size_t parameter) const {
-  const Place& place = places_.at(parameter);
-  if (host_) {
-    return host_->gradient(place.buffer, place.index);
-  }
-  return gradients_[place.buffer]->view(update_.gradients, place.index);
+void Stage::begin_update(std::int64_t batch) {
+  const std::int64_t newest = versions().newest();
+  PD2_ASSERT(newest == batch, "batch ", batch, " updates version ", newest);
+  update_ = {slots_.newest(), versions().begin_next()};
+  gradients_.begin_update(gradient_buffer(batch));
 }
 
-bool Stage::has_gradient(std::size_t parameter) const {
-  const Place& place = places_.at(parameter);
-  if (host_) {
-    return host_->has_gradient(place.buffer)[place.index];
-  }
-  return gradients_[place.buffer]->has_gradient(update_.gradients)[place.index];
-}
-
-void Stage::scale_gradients(double factor) {
-  scale_gradients(at::scalar_tensor(factor, at::kDouble));
+void Stage::begin_nothing(std::int64_t batch, bool replicas_know) {
+  const bool sums = gradients_.replicas() && !replicas_know;
+  gradients_.begin_nothing(sums ? std::optional(gradient_buffer(batch)) : std::nullopt);
 }
 
 void Stage::scale_gradients(const at::Tensor& factor) {
   std::vector<at::Tensor> gradients;
-  for (std::size_t i = 0; i < places_.size(); ++i) {
-    if (owns(i) && has_gradient(i)) {
-      at::Tensor mine = gradient(i);
+  for (std::size_t i = 0; i < layout_.num_parameters(); ++i) {
+    if (step_place_.owns(i) && gradients_.has_gradient(i)) {
+      at::Tensor mine = gradients_.gradient(i);
       if (mine.scalar_type() == at::kBFloat16) {  // to which mul_() rounds the factor, too
         mine.copy_(mine.to(at::kFloat).mul_(factor));
       } else {
@@ -186,10 +141,10 @@ void Stage::scale_gradients(const at::Tensor& factor) {
 }
 
 void Stage::scale_gradients_in_step(const at::Tensor& factor) {
-  bool is_in_step = stepped_.size() == places_.size();
-  for (std::size_t i = 0; i < places_.size() && is_in_step; ++i) {
-    is_in_step = !owns(i) || !has_gradient(i) ||
-                 stepped_[i].by != nullptr;  // else a user's optimizer reads it
+  bool is_in_step = step_place_.has_optimizers();
+  for (std::size_t i = 0; i < layout_.num_parameters() && is_in_step; ++i) {
+    is_in_step = !step_place_.owns(i) || !gradients_.has_gradient(i) ||
+                 step_place_.is_fused(i);  // else a user's optimizer reads it
   }
   if (is_in_step) {
     update_.factor = factor;
@@ -198,150 +153,47 @@ void Stage::scale_gradients_in_step(const at::Tensor& factor) {
   }
 }
 
-void Stage::attach(std::size_t parameter, const at::Tensor& slot_parameter) {
-  // Autograd gives a leaf's gradients to the stream that is current when its node is made.
-  const OnStream guard(streams_->compute);
-  const Place& place = places_.at(parameter);
-  gradients_[place.buffer]->attach(place.index, slot_parameter);
-  // Versions and gradients take turns in its memory. What the engine writes there does not count
-  // as a write to the tensor: a recorded forward keeps it over many versions.
-  slot_parameter.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(0));
+int Stage::write_next(std::span<const GroupOptions> groups) {
+  step_place_.step(update_.from, update_.to, groups, update_.factor);
+  return update_.to;
 }
 
-std::int64_t Stage::version_before_gradients(std::int64_t batch) const {
-  if (rotates()) {  // the step that read the version which was there
-    return batch + 2 - versions_.num_slots();
-  }
-  return has_two_gradients_ || host_ ? batch - 1 : batch;
-}
-
-void Stage::begin_batch(std::int64_t batch) {
-  const std::size_t buffer = gradient_buffer(batch);
-  for (auto& gradient : gradients_) {
-    gradient->begin_batch(buffer);
-  }
-}
-
-void Stage::begin_microbatch(std::int64_t batch, bool is_last) {
-  if (replicas_) {
-    replicas_->begin_microbatch(gradient_buffer(batch), is_last);
-  }
-  if (host_) {
-    host_->begin_microbatch(gradient_buffer(batch), is_last);
-  }
-}
-
-void Stage::begin_update(std::int64_t batch) {
-  const std::int64_t newest = versions_.newest();
-  PD2_ASSERT(newest == batch, "batch ", batch, " updates version ", newest);
-  update_ = {versions_.slot(newest), versions_.begin_next(), gradient_buffer(batch)};
-  if (replicas_) {
-    update_.sum = replicas_->end_batch(update_.gradients);
-  }
-  if (host_) {
-    host_->begin_update(is_summed());
-    if (!is_summed()) {
-      host_->fetch_rest(update_.gradients);
-    }
-  }
-}
-
-void Stage::begin_nothing(std::int64_t batch, bool replicas_know) {
-  update_ = {};
-  if (host_) {
-    host_->begin_update(/*sums=*/false);
-  }
-  if (replicas_ && !replicas_know) {
-    update_.gradients = gradient_buffer(batch);
-    update_.sum = replicas_->end_batch(update_.gradients);
-  }
-}
-
-void Stage::let_sums_end(const std::function<bool()>& is_stopped) {
-  if (const auto sum = std::exchange(update_.sum, nullptr)) {
-    if (!update_.is_reduced) {
-      replicas_->let_end(*sum, is_stopped);
-    }
-    if (replicas_->is_shared()) {  // others may wait for what they think has been stepped
-      update_.sum = sum;
-      update_.is_stepped = false;
-    }
-  }
-  if (host_) {
-    host_->release();
-  }
-}
-
-void Stage::reduce(const std::function<bool()>& is_stopped, std::optional<double> unscaling) {
-  if (std::exchange(update_.is_reduced, true)) {
-    return;
-  }
-  const ReplicaSum::UnderWay of_replicas = update_.sum;
-  if (!is_shared()) {
-    update_.sum = nullptr;
-  }
-  if (of_replicas && has_hook()) {
-    replicas_->call_hook(*of_replicas, unscaling, is_stopped);
-  } else if (of_replicas) {
-    replicas_->finish(*of_replicas, is_stopped, [this](const GradientBuckets::Bucket& bucket) {
-      if (host_) {
-        host_->fetch(bucket, update_.gradients);
+StageBytes Stage::bytes() const {
+  StageBytes bytes;
+  const std::int64_t num_versions = slots_.num_versions();
+  const std::int64_t num_gradients = has_two_gradients_ ? 2 : 1;
+  for (std::size_t buffer = 0; buffer < layout_.buffers().size(); ++buffer) {
+    const std::int64_t numel = layout_.packing(buffer).parameter_numel();
+    const auto add = [&](std::int64_t& to, std::int64_t count, std::int64_t used,
+                         const at::Tensor& flat) {
+      const auto size = static_cast<std::int64_t>(flat.element_size());
+      to += count * used * size;
+      bytes.padding += count * (flat.numel() - used) * size;
+    };
+    add(bytes.weights, num_versions, numel, slots_.flat(0)[buffer]);
+    add(bytes.gradients, num_gradients, numel, gradients_.of_dtype(buffer).flat(0));
+    bytes.kept_gradients += gradients_.of_dtype(buffer).most_kept_bytes();
+    if (const at::Tensor& master = step_place_.masters()[buffer]; master.defined()) {
+      std::int64_t mine = 0;
+      for (std::size_t i = 0; i < layout_.num_parameters(); ++i) {
+        mine += layout_.place(i).buffer == buffer ? step_place_.elements(i).numel : 0;
       }
-    });
-  }
-  std::vector<c10::intrusive_ptr<CopySum::Sum>> sums;
-  for (std::size_t buffer = 0; buffer < gradients_.size() && copies_.sum; ++buffer) {
-    gradients_[buffer]->fill_missing(update_.gradients);
-    sums.push_back(
-        copies_.sum->add(copies_.copy, buffer, gradients_[buffer]->flat(update_.gradients)));
-  }
-  for (const auto& sum : sums) {
-    // A thread of the host adds copies up, also those of a device.
-    wait_for_work(*sum, timeout_of(nullptr), /*on_host=*/true, is_stopped);
-    sum->added().hold_back(stream_here(streams_->device));
-  }
-  if ((of_replicas && !of_replicas->is_settled) || copies_.sum) {
-    for (auto& gradient : gradients_) {
-      gradient->read_flags(update_.gradients);
+      add(bytes.masters, 1, mine, master);
     }
   }
-  if (host_ && is_summed()) {
-    host_->fetch_rest(update_.gradients);
-  }
-}
-
-void Stage::tie(std::shared_ptr<TiedSum> sum, std::size_t copy,
-                std::vector<std::size_t> parameters) {
-  ties_.push_back({std::move(sum), copy, std::move(parameters)});
-}
-
-void Stage::sum_ties(std::int64_t batch, const std::function<bool()>& is_stopped) {
-  for (const Tie& tie : ties_) {
-    std::vector<TiedGradient> gradients;
-    for (const std::size_t parameter : tie.parameters) {
-      gradients.push_back({gradient(parameter), has_gradient(parameter)});
-    }
-    tie.sum->add(batch, tie.copy, gradients, is_stopped);
-    for (std::size_t i = 0; i < gradients.size(); ++i) {
-      const Place& place = places_[tie.parameters[i]];
-      if (host_) {
-        host_->has_gradient(place.buffer)[place.index] = gradients[i].exists;
-      } else {
-        gradients_[place.buffer]->set_has_gradient(update_.gradients, place.index,
-                                                   gradients[i].exists);
-      }
+  bytes.optimizer_state = step_place_.state_bytes();
+  bytes.padding += step_place_.state_padding_bytes();
+  bytes.replica_sums = gradients_.replicas() ? gradients_.replicas()->bytes() : 0;
+  if (const HostMirror* host = gradients_.host()) {
+    bytes.host_copies = host->bytes();
+    bytes.padding += host->padding_bytes();
+    bytes.on_host = host->bytes() + host->padding_bytes() + step_place_.state_bytes() +
+                    step_place_.state_padding_bytes();
+    for (const at::Tensor& master : step_place_.masters()) {
+      bytes.on_host += master.defined() ? static_cast<std::int64_t>(master.nbytes()) : 0;
     }
   }
-}
-
-void Stage::drop_connections() {
-  if (replicas_) {
-    replicas_->drop_connections();
-  }
-  copies_.sum.reset();
-  for (const Tie& tie : ties_) {
-    tie.sum->drop_connections();
-  }
+  return bytes;
 }
 
 }  // namespace pd2

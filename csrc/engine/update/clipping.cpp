@@ -25,8 +25,8 @@ ParameterNorms gradient_norms(const Stage& stage, const std::vector<std::int64_t
   std::vector<at::Tensor> gradients;
   ParameterNorms norms;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (parameters[i] >= 0 && stage.leads(i) && stage.has_gradient(i)) {
-      gradients.push_back(stage.gradient(i));
+    if (parameters[i] >= 0 && stage.step_place().leads(i) && stage.gradients().has_gradient(i)) {
+      gradients.push_back(stage.gradients().gradient(i));
       norms.parameters.push_back(parameters[i]);
     }
   }
@@ -63,8 +63,8 @@ bool Clipping::apply(Stage& stage, std::int64_t run,
   }
   if (max_value) {
     for (std::size_t i = 0; i < stage.num_parameters(); ++i) {
-      if (stage.owns(i) && stage.has_gradient(i)) {
-        stage.gradient(i).clamp_(-*max_value, *max_value);
+      if (stage.step_place().owns(i) && stage.gradients().has_gradient(i)) {
+        stage.gradients().gradient(i).clamp_(-*max_value, *max_value);
       }
     }
   }

@@ -3,6 +3,8 @@
 #include "core/check.h"
 #include "engine/channels/channel.h"
 
+#include <ATen/ops/scalar_tensor.h>
+
 #include <algorithm>
 #include <chrono>
 #include <iterator>
@@ -58,7 +60,7 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
   // Without slack the next forward waits for this update anyway; but if the update itself waits for
   // other stages, those of this rank must come to theirs meanwhile, and receives be posted.
   const bool waits = clipping_ || are_joint() || (verdicts_ && !is_alone_);
-  if (!stage_.has_slack() && !waits && has_begun_) {
+  if (!stage_.slots().has_slack() && !waits && has_begun_) {
     await(gradients.batch);
     is_made_ = this->apply(gradients, apply, loss_scale);
     stage_.exchange_shares(callbacks_.is_stopped);
@@ -78,7 +80,7 @@ void StageUpdates::start(const Complete& gradients, std::function<bool()> make) 
     complete.hold_back(stage_.streams().update);
     try {
       is_made_ = make();
-      if (!stage_.exchanges_in_order()) {
+      if (!stage_.gradients().exchanges_in_order()) {
         stage_.exchange_shares(callbacks_.is_stopped);
         end_ = Fence::of(stage_.streams().update);
         if (is_made_) {
@@ -96,7 +98,7 @@ void StageUpdates::start(const Complete& gradients, std::function<bool()> make) 
 void StageUpdates::begin_nothing(std::int64_t batch) {
   // If the version that its forwards read is never made, no replica has begun the batch: the
   // verdict on that version's update told all of them.
-  const std::int64_t read = batch - stage_.num_versions() + 1;
+  const std::int64_t read = batch - stage_.slots().num_versions() + 1;
   stage_.begin_nothing(batch, verdicts_ && callbacks_.discards->first() < read);
 }
 
@@ -114,7 +116,7 @@ void StageUpdates::finish() {
   }
   wait_for(*background_);
   is_under_way_ = false;
-  if (stage_.exchanges_in_order()) {
+  if (stage_.gradients().exchanges_in_order()) {
     const OnStream guard(stage_.streams().update);
     stage_.exchange_shares(callbacks_.is_stopped);
     end_ = Fence::of(stage_.streams().update);
@@ -169,8 +171,8 @@ bool StageUpdates::is_good(const Complete& gradients) const {
 }
 
 void StageUpdates::drop(const Complete& gradients) const {
-  stage_.let_sums_end(callbacks_.is_stopped);
-  stage_.end_update();
+  stage_.gradients().let_sums_end(callbacks_.is_stopped);
+  stage_.gradients().end_update();
   if (clipping_ && clipping_->norm) {
     clipping_->norm->drop(gradients.run);
   }
@@ -281,8 +283,8 @@ void StageUpdates::end() {
 }
 
 bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {
-  if (has_begun_ && stage_.frees_gradients()) {  // before others are waited for
-    stage_.reduce(callbacks_.is_stopped);
+  if (has_begun_ && stage_.gradients().frees_buffer()) {  // before others are waited for
+    stage_.gradients().reduce(callbacks_.is_stopped);
   }
   if (!is_good(gradients)) {
     drop(gradients);
@@ -293,15 +295,16 @@ bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float lo
       is_scaled ? std::optional<double>(static_cast<float>(1.0 / loss_scale)) : std::nullopt;
   bool is_made = true;
   callbacks_.record(gradients.run, gradients.batch + 1, [&] {
-    stage_.reduce(callbacks_.is_stopped, unscaling);
+    stage_.gradients().reduce(callbacks_.is_stopped, unscaling);
     // Without verdicts a replica may have failed: what it gave to the sum means nothing.
     if (is_discarded(gradients.batch) && !verdicts_) {
       is_made = false;
       return;
     }
-    stage_.sum_ties(gradients.batch, callbacks_.is_stopped);
-    if (loss_scale != 1 && !stage_.has_hook()) {  // as torch.amp.GradScaler.unscale_ does
-      stage_.scale_gradients(*unscaling);
+    stage_.gradients().sum_ties(gradients.batch, callbacks_.is_stopped);
+    if (loss_scale != 1 &&
+        !stage_.gradients().has_hook()) {  // as torch.amp.GradScaler.unscale_ does
+      stage_.scale_gradients(at::scalar_tensor(*unscaling, at::kDouble));
     }
     if (!clipping_ || clipping_->apply(stage_, gradients.run, callbacks_.is_stopped)) {
       apply(stage_);
@@ -313,7 +316,7 @@ bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float lo
     drop(gradients);
     return false;
   }
-  stage_.end_update();
+  stage_.gradients().end_update();
   return true;
 }
 

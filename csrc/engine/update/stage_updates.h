@@ -53,7 +53,7 @@ class StageUpdates {
   // when stopped.
   void free_gradients();
   // Whether forwards wait for what other stages' updates have to tell.
-  bool are_joint() const { return (clipping_ && clipping_->norm) || stage_.is_tied(); }
+  bool are_joint() const { return (clipping_ && clipping_->norm) || stage_.gradients().is_tied(); }
   // Whether gradients are complete whose update has not been submitted.
   bool is_due() const { return complete_.has_value(); }
   // Waits for the update under way, if any, whose version can be read then. Throws ChannelAborted

@@ -129,7 +129,7 @@ TEST(ExecutorTest, ACopyHasOneBatchesStateOnEveryStageWhileTrainingGoesOn) {
             std::vector<double> values;
             for (int time = 0; time < 2; ++time) {
               for (int v = std::max(0, version - schedule.delay[i]); v <= version; ++v) {
-                values.push_back(stage.weight(stage.versions().slot(v), 0).item<double>());
+                values.push_back(stage.slots().weight(stage.versions().slot(v), 0).item<double>());
               }
               std::this_thread::sleep_for(std::chrono::milliseconds(5));
             }

@@ -44,13 +44,16 @@ class ScalarPipeline {
     }
     for (int i = 0; i < schedule.num_stages; ++i) {
       const at::Tensor initial = at::full({1}, weights[i % d], at::kDouble);
-      auto stage = std::make_shared<Stage>(
-          std::vector<at::Tensor>{initial}, std::vector<std::string>{"w"}, schedule.num_versions[i],
-          Replicas{}, 0, CopySumEnd{sums[i % d], schedule.pipeline(i)});
-      stage->set_optimizers({{OptimizerKind::kSgd, {0}}});
+      StageOptions options{.num_versions = schedule.num_versions[i]};
+      if (sums[i % d]) {
+        options.gradients.others = CopySumEnd{sums[i % d], schedule.pipeline(i)};
+      }
+      auto stage = std::make_shared<Stage>(std::vector<at::Tensor>{initial},
+                                           std::vector<std::string>{"w"}, std::move(options));
+      stage->step_place().set_optimizers({{OptimizerKind::kSgd, {0}}});
       std::vector<at::Tensor> slots;
-      for (int slot = 0; slot < stage->num_slots(); ++slot) {
-        slots.push_back(stage->weight(slot, 0).detach().requires_grad_());
+      for (int slot = 0; slot < stage->slots().num_slots(); ++slot) {
+        slots.push_back(stage->slots().weight(slot, 0).detach().requires_grad_());
         stage->attach(0, slots.back());
       }
       setups[schedule.placement[i]].push_back(
@@ -126,7 +129,7 @@ class ScalarPipeline {
   }
   double newest(int stage) const {
     return stages[stage]
-        ->weight(stages[stage]->versions().slot(stages[stage]->versions().newest()), 0)
+        ->slots().weight(stages[stage]->versions().slot(stages[stage]->versions().newest()), 0)
         .item<double>();
   }
 

@@ -118,13 +118,16 @@ TEST_F(HostMirrorTest, WhatTheUserWroteReplacesMastersAndNothingElseDoes) {
 }
 
 TEST(StageOnHost, AnUpdateNeedsTheGradientBufferNoLonger) {
-  Stage stage({at::ones({kNumel})}, {"w"}, 2, Replicas{}, 0, {},
-              StagePrecision{.dtypes = {at::kBFloat16}}, nullptr, /*steps_on_host=*/true);
-  stage.set_optimizers({{OptimizerKind::kSgd, {0}}});
+  Stage stage({at::ones({kNumel})}, {"w"},
+              {.num_versions = 2,
+               .precision = {.dtypes = {at::kBFloat16}},
+               .gradients = {.to_host = true}});
+  stage.step_place().set_optimizers({{OptimizerKind::kSgd, {0}}});
   const auto give = [&](std::int64_t batch, float value) {
     stage.begin_batch(batch);
     stage.begin_microbatch(batch, true);
-    at::Tensor leaf = stage.weight(stage.versions().slot(0), 0).detach().requires_grad_(true);
+    at::Tensor leaf =
+        stage.slots().weight(stage.versions().slot(0), 0).detach().requires_grad_(true);
     stage.attach(0, leaf);
     (leaf * value).sum().backward();
   };
@@ -135,30 +138,32 @@ TEST(StageOnHost, AnUpdateNeedsTheGradientBufferNoLonger) {
   give(1, 8);
   GroupOptions options;
   options.sgd.lr = 1;
-  stage.reduce([] { return false; });
+  stage.gradients().reduce([] { return false; });
   const int slot = stage.write_next(std::vector{options});
-  stage.end_update();
+  stage.gradients().end_update();
   stage.publish();
-  EXPECT_EQ(stage.weight(slot, 0).max().item<float>(), 0.5F);
-  EXPECT_EQ(stage.master(slot, 0).max().item<float>(), 0.5F);
+  EXPECT_EQ(stage.slots().weight(slot, 0).max().item<float>(), 0.5F);
+  EXPECT_EQ(stage.step_place().master(slot, 0).max().item<float>(), 0.5F);
   stage.begin_update(1);
-  stage.reduce([] { return false; });
-  EXPECT_EQ(stage.weight(stage.write_next(std::vector{options}), 0).max().item<float>(), -7.5F);
+  stage.gradients().reduce([] { return false; });
+  EXPECT_EQ(stage.slots().weight(stage.write_next(std::vector{options}), 0).max().item<float>(),
+            -7.5F);
 }
 
 TEST(StageOnHost, ABackwardThatIsRunAgainPutsNoFetchOff) {
-  Stage stage({at::ones({kNumel}), at::ones({kNumel})}, {"v", "w"}, 2, Replicas{},
-              /*bucket_bytes=*/1, {}, StagePrecision{.dtypes = {at::kBFloat16, at::kBFloat16}},
-              nullptr,
-              /*steps_on_host=*/true);
-  EXPECT_TRUE(stage.begins_early());
-  const at::Tensor w = stage.weight(stage.versions().slot(0), 1).detach().requires_grad_(true);
+  Stage stage({at::ones({kNumel}), at::ones({kNumel})}, {"v", "w"},
+              {.num_versions = 2,
+               .precision = {.dtypes = {at::kBFloat16, at::kBFloat16}},
+               .gradients = {.bucket_bytes = 1, .to_host = true}});
+  EXPECT_TRUE(stage.gradients().begins_early());
+  const at::Tensor w =
+      stage.slots().weight(stage.versions().slot(0), 1).detach().requires_grad_(true);
   stage.attach(1, w);
   stage.begin_batch(0);
   stage.begin_microbatch(0, false);
-  const Stage::GradientState before = stage.gradient_state();
+  const GradientPath::State before = stage.gradients().state();
   w.sum().backward();
-  stage.set_gradient_state(before);
+  stage.gradients().set_state(before);
   w.sum().backward();
   stage.begin_microbatch(0, true);
   w.sum().backward();
