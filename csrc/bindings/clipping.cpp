@@ -34,14 +34,15 @@ void bind_norm(py::module_& module) {
                        int num_readers, double norm_type, bool is_double, bool stays_on_devices,
                        const std::string& group, std::shared_ptr<SharedBoard> shared,
                        std::shared_ptr<LossScale> loss_scale) {
-             const GradientNormOptions options{num_parameters,
-                                               num_stages,
-                                               num_readers,
-                                               norm_type,
-                                               is_double ? at::kDouble : at::kFloat,
-                                               stays_on_devices};
-             return std::make_shared<GradientNorm>(options, std::move(fault), resolve_group(group),
-                                                   std::move(shared), std::move(loss_scale));
+             GradientNormOptions options{num_parameters,
+                                         num_stages,
+                                         num_readers,
+                                         norm_type,
+                                         is_double ? at::kDouble : at::kFloat,
+                                         stays_on_devices,
+                                         std::move(loss_scale)};
+             return std::make_shared<GradientNorm>(std::move(options), std::move(fault),
+                                                   resolve_group(group), std::move(shared));
            }),
            py::kw_only(), py::arg("fault"), py::arg("num_parameters"), py::arg("num_stages"),
            py::arg("num_readers"), py::arg("norm_type"), py::arg("is_double"),

@@ -21,8 +21,9 @@ void check_joint_updates(const Schedule& schedule, const std::vector<JointUpdate
     for (const int stage : stages) joined[stage].insert(stages.begin(), stages.end());
   }
   const int num_batches = most_batches_behind(schedule) + 4;
-  Arrivals arrivals({schedule, chain_of(schedule.depth()), 0,
-                     std::int64_t{schedule.num_microbatches} * num_batches});
+  Arrivals arrivals({schedule,
+                     chain_of(schedule.depth()),
+                     {0, std::int64_t{schedule.num_microbatches} * num_batches}});
   std::vector<int> updates(schedule.num_stages, 0);  // by stage: to how many it has come
   const auto behind = [&](int stage, int version) -> std::optional<int> {
     const auto late =

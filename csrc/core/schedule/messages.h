@@ -55,12 +55,17 @@ struct Channel {
   int edge = 0;  // the place among those that were given
 };
 
+// Some neighbours of every pipeline's.
+struct Microbatches {
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+};
+
 class MessageTable {
  public:
-  // Of `count` microbatches of every pipeline, the first of which is `first`.
-  MessageTable(const Schedule& schedule, const std::vector<StageEdge>& edges, std::int64_t first,
-               std::int64_t count, Between between = Between::kStages)
-      : num_microbatches_(schedule.num_microbatches), first_(first), count_(count) {
+  MessageTable(const Schedule& schedule, const std::vector<StageEdge>& edges,
+               const Microbatches& of, Between between = Between::kStages)
+      : num_microbatches_(schedule.num_microbatches), first_(of.first), count_(of.count) {
     for (auto* ends : {&sent_, &consumed_}) ends->fill(Channels(schedule.num_stages));
     for (int stage = 0; stage < schedule.num_stages; stage += schedule.depth()) {
       for (int edge = 0; edge < static_cast<int>(edges.size()); ++edge) {

@@ -24,11 +24,16 @@ constexpr int kAll = -1;  // no message's number
 // whatever has been sent in earlier lists has been received.
 class ListWalk {
  public:
+  struct Updates {
+    JointProgress joint;
+    const AwaitedUpdates& awaited;
+  };
+
   ListWalk(const Schedule& schedule, const std::vector<StageEdge>& edges, const Lists& lists,
-           JointProgress updates, const AwaitedUpdates& awaited)
+           Updates updates)
       : schedule_(schedule),
         lists_(lists),
-        messages_(schedule, edges, lowest(lists), schedule.num_microbatches - lowest(lists),
+        messages_(schedule, edges, {lowest(lists), schedule.num_microbatches - lowest(lists)},
                   Between::kRanks),
         states_(messages_.size(), kReceived),
         launched_(messages_.size()),
@@ -36,8 +41,8 @@ class ListWalk {
         ranks_(lists.size()),
         outstanding_(lists.size()),
         early_(lists.size()),
-        updates_(std::move(updates)),
-        awaited_(awaited),
+        updates_(std::move(updates.joint)),
+        awaited_(updates.awaited),
         shares_(schedule.num_stages, kNone) {
     for_each_action([&](const Action& action) {
       messages_.sent_by(action, [&](int message) { states_[message] = kNotSent; });
@@ -357,7 +362,7 @@ class Planner {
   EarlyReceives early_receives(const Lists& lists, ListKind kind, AwaitedUpdates& awaited) {
     awaited.resize(lists.size());
     while (true) {
-      ListWalk walk(schedule_, edges_, lists, progress(kind), awaited);
+      ListWalk walk(schedule_, edges_, lists, {progress(kind), awaited});
       expect_unsent(walk, kind);
       const AwaitedUpdates more = walk.run();
       std::size_t num_more = 0;

@@ -239,7 +239,7 @@ std::vector<std::vector<Action>> drained_lists(const Schedule& schedule,
       orders[rank].push_back(action);
     }
   }
-  Arrivals arrivals({schedule, chain_of(schedule.depth()), 0, m});
+  Arrivals arrivals({schedule, chain_of(schedule.depth()), {0, m}});
   const auto waits_for = [&](const Action& action) { return arrivals.missing(action); };
   walk(schedule, orders, waits_for, [&](const Action& action) {
     DrainingRank& rank = ranks[schedule.placement[action.stage]];

@@ -310,8 +310,9 @@ class RangeCheck {
   }
 
   void check_deadlock() const {
-    Arrivals arrivals({schedule_, chain_of(schedule_.depth()), first_microbatch_,
-                       end_microbatch_ - first_microbatch_});
+    Arrivals arrivals({schedule_,
+                       chain_of(schedule_.depth()),
+                       {first_microbatch_, end_microbatch_ - first_microbatch_}});
     std::vector<int> reached(schedule_.num_stages, range_.first_batch);  // batches, by their U
     const auto waits_for = [&](const Step& step) {
       if (step.kind != kUpdate) return arrivals.missing(step);

@@ -1,4 +1,4 @@
-// Waiting for a collective that cannot be aborted.
+// Waiting for other processes and threads, which a failure of the pipeline ends.
 #pragma once
 
 #include "engine/channels/channel.h"
@@ -7,8 +7,10 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
+#include <condition_variable>
 #include <exception>
 #include <functional>
+#include <mutex>
 
 namespace pd2 {
 
@@ -40,6 +42,20 @@ inline void wait_for_work(c10d::Work& work, double timeout, bool on_host,
   });
   if (!is_done) {
     throw ChannelAborted();
+  }
+}
+
+// Waits until `is_there`, whose change is notified; `lock` guards it. Throws ChannelAborted if the
+// pipeline has failed meanwhile.
+template <typename IsThere>
+void wait_until(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+                const std::function<bool()>& is_stopped, IsThere is_there) {
+  while (!changed.wait_for(lock, std::chrono::milliseconds(100), is_there)) {
+    lock.unlock();
+    if (is_stopped()) {
+      throw ChannelAborted();
+    }
+    lock.lock();
   }
 }
 

@@ -1,14 +1,12 @@
 #include "engine/gradients/tied_sum.h"
 
 #include "core/check.h"
-#include "engine/channels/channel.h"
 #include "engine/channels/wait_for_work.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <chrono>
 #include <map>
 #include <utility>
 
@@ -125,13 +123,7 @@ std::vector<TiedSum::Row> TiedSum::exchange(std::int64_t batch, std::size_t copy
     mine.complete = true;
     changed_.notify_all();
   }
-  while (!changed_.wait_for(lock, std::chrono::milliseconds(100), [&] { return mine.complete; })) {
-    lock.unlock();
-    if (is_stopped()) {
-      throw ChannelAborted();
-    }
-    lock.lock();
-  }
+  wait_until(changed_, lock, is_stopped, [&] { return mine.complete; });
   std::vector<Row> all = mine.rows;
   if (++mine.times_read == num_here_) {
     batches_.erase(batch);

@@ -70,7 +70,7 @@ InputSink& sink_of(const NodePtr& node) { return static_cast<InputSink&>(*node);
 class ActionGraphs::Recording {
  public:
   struct Backward {
-    std::string gradients_text;          // what it depends on: which gradients come,
+    std::string gradients_text;         // what it depends on: which gradients come,
     GradientPath::State before, after;  // and where the weights' go
     std::unique_ptr<DeviceGraph> graph;
     std::vector<at::Tensor> gradients;

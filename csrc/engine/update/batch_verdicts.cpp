@@ -1,25 +1,18 @@
 #include "engine/update/batch_verdicts.h"
 
 #include "core/check.h"
-#include "engine/channels/channel.h"
 #include "engine/channels/wait_for_work.h"
-#include "engine/clock.h"
 #include "engine/release_group.h"
+#include "engine/update/finish_exchange.h"
 
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <utility>
 #include <vector>
 
 namespace pd2 {
-namespace {
-
-constexpr auto kSlice = std::chrono::milliseconds(100);
-
-}  // namespace
 
 BatchVerdicts::BatchVerdicts(int num_stages, std::shared_ptr<Discards> discards,
                              c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -38,7 +31,7 @@ void BatchVerdicts::give(std::int64_t run, const std::function<bool()>& is_stopp
   if (!group_) {
     newest_known_ = run;
   } else {
-    finish(lock, is_stopped);  // nobody may have asked for the one before
+    finish_until(lock, is_stopped, [this] { return !under_way_; });  // which nobody asked for
     begin_exchange();
     under_way_ = run;
   }
@@ -47,30 +40,17 @@ void BatchVerdicts::give(std::int64_t run, const std::function<bool()>& is_stopp
 
 void BatchVerdicts::wait(std::int64_t run, const std::function<bool()>& is_stopped) {
   std::unique_lock lock(mutex_);
-  while (newest_known_ < run) {
-    if (under_way_ && !is_finishing_) {
-      finish(lock, is_stopped);
-    } else if (changed_.wait_for(lock, kSlice) == std::cv_status::timeout) {
-      lock.unlock();
-      if (is_stopped()) {
-        throw ChannelAborted();
-      }
-      lock.lock();
-    }
-  }
+  finish_until(lock, is_stopped, [this, run] { return newest_known_ >= run; });
 }
 
-void BatchVerdicts::finish(std::unique_lock<std::mutex>& lock,
-                           const std::function<bool()>& is_stopped) {
-  while (under_way_) {
-    if (is_finishing_) {
-      changed_.wait_for(lock, kSlice);
-      lock.unlock();
-      if (is_stopped()) {
-        throw ChannelAborted();
-      }
-      lock.lock();
-      continue;
+void BatchVerdicts::finish_until(std::unique_lock<std::mutex>& lock,
+                                 const std::function<bool()>& is_stopped,
+                                 const std::function<bool()>& is_over) {
+  while (true) {
+    wait_until(changed_, lock, is_stopped,
+               [&] { return is_over() || (under_way_ && !is_finishing_); });
+    if (is_over()) {
+      return;
     }
     is_finishing_ = true;
     lock.unlock();
@@ -103,18 +83,7 @@ std::int64_t BatchVerdicts::finish_exchange(const std::function<bool()>& is_stop
     wait_for_work(*work_, timeout_of(group_.get()), /*on_host=*/true, is_stopped);
     return value_.item<std::int64_t>();
   }
-  std::optional<std::vector<std::int64_t>> rows;
-  const double start = now(), timeout = shared_->timeout().count();
-  while (!(rows = shared_->finish_exchange(kSlice))) {
-    if (is_stopped()) {
-      throw ChannelAborted();
-    }
-    if (now() - start > timeout) {
-      throw PeerTimeout("timeout: a rank gave no word on a batch for " + std::to_string(timeout) +
-                        " seconds");
-    }
-  }
-  return std::ranges::min(*rows);
+  return std::ranges::min(pd2::finish_exchange(*shared_, "word on a batch", is_stopped));
 }
 
 void BatchVerdicts::forget() {

@@ -40,8 +40,9 @@ class BatchVerdicts {
   void drop_connections();
 
  private:
-  // Waits for the exchange that has begun, if there is one.
-  void finish(std::unique_lock<std::mutex>& lock, const std::function<bool()>& is_stopped);
+  // Waits until `is_over`, and for the exchange that has begun if no other thread does.
+  void finish_until(std::unique_lock<std::mutex>& lock, const std::function<bool()>& is_stopped,
+                    const std::function<bool()>& is_over);
   void begin_exchange();
   // What all processes know, once all have begun; none if they have not within a slice of time.
   std::int64_t finish_exchange(const std::function<bool()>& is_stopped);

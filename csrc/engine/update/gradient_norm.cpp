@@ -1,9 +1,9 @@
 #include "engine/update/gradient_norm.h"
 
 #include "core/check.h"
-#include "engine/channels/channel.h"
 #include "engine/channels/wait_for_work.h"
 #include "engine/release_group.h"
+#include "engine/update/finish_exchange.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_vector_norm.h>
@@ -36,17 +36,15 @@ at::Tensor moved(const at::Tensor& tensor, const MaybeStream& from, const Fence&
 
 }  // namespace
 
-GradientNorm::GradientNorm(const GradientNormOptions& options, std::shared_ptr<Fault> fault,
+GradientNorm::GradientNorm(GradientNormOptions options, std::shared_ptr<Fault> fault,
                            c10::intrusive_ptr<c10d::ProcessGroup> group,
-                           std::shared_ptr<SharedBoard> shared,
-                           std::shared_ptr<LossScale> loss_scale)
-    : options_(options),
+                           std::shared_ptr<SharedBoard> shared)
+    : options_(std::move(options)),
       fault_(std::move(fault)),
       group_(std::move(group)),
-      shared_(std::move(shared)),
-      loss_scale_(std::move(loss_scale)) {
-  PD2_ASSERT(options.num_stages >= 1 && options.num_readers >= options.num_stages,
-             options.num_stages, " of ", options.num_readers);
+      shared_(std::move(shared)) {
+  PD2_ASSERT(options_.num_stages >= 1 && options_.num_readers >= options_.num_stages,
+             options_.num_stages, " of ", options_.num_readers);
 }
 
 std::shared_ptr<AwaitedNumbers> GradientNorm::expect(std::int64_t run) {
@@ -71,8 +69,8 @@ void GradientNorm::give(std::int64_t run, ParameterNorms norms,
                                         : std::vector{total_on_host(all, is_stopped)};
   {
     const std::lock_guard lock(mutex_);
-    if (loss_scale_) {  // before anybody learns the total
-      loss_scale_->decide(!std::isfinite(totals.front().number.item<double>()));
+    if (options_.loss_scale) {  // before anybody learns the total
+      options_.loss_scale->decide(!std::isfinite(totals.front().number.item<double>()));
     }
     Batch& mine = batches_[run];
     mine.totals = totals;
@@ -149,20 +147,10 @@ void GradientNorm::exchange(at::Tensor& norms, const std::function<bool()>& is_s
   std::vector<std::int64_t> row(mine.size());
   std::ranges::transform(mine, row.begin(), std::bit_cast<std::int64_t, double>);
   shared_->begin_exchange(row);
-  std::optional<std::vector<std::int64_t>> rows;
-  const double start = now(), timeout = shared_->timeout().count();
-  while (!(rows = shared_->finish_exchange(std::chrono::milliseconds(100)))) {
-    if (is_stopped()) {
-      throw ChannelAborted();
-    }
-    if (now() - start > timeout) {
-      throw PeerTimeout("timeout: a rank gave no norms for " + std::to_string(timeout) +
-                        " seconds");
-    }
-  }
+  const std::vector<std::int64_t> rows = finish_exchange(*shared_, "norms", is_stopped);
   std::ranges::fill(mine, 0.0);
-  for (std::size_t i = 0; i < rows->size(); ++i) {
-    mine[i % mine.size()] += std::bit_cast<double>((*rows)[i]);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    mine[i % mine.size()] += std::bit_cast<double>(rows[i]);
   }
 }
 
@@ -188,14 +176,7 @@ at::Tensor GradientNorm::wait(std::int64_t run, const MaybeStream& here,
                               const std::function<bool()>& is_stopped) {
   std::unique_lock lock(mutex_);
   Batch& mine = batches_[run];  // stays where it is
-  while (!changed_.wait_for(lock, std::chrono::milliseconds(100),
-                            [&] { return !mine.totals.empty(); })) {
-    lock.unlock();
-    if (is_stopped()) {
-      throw ChannelAborted();
-    }
-    lock.lock();
-  }
+  wait_until(changed_, lock, is_stopped, [&] { return !mine.totals.empty(); });
   const auto found = std::ranges::find_if(mine.totals, [&](const Total& each) {
     return !options_.stays_on_devices || each.number.device() == here->device();
   });

@@ -37,6 +37,9 @@ struct GradientNormOptions {
   at::ScalarType dtype = at::kFloat;  // of the gradients
   // No host reads norms: all stages of the model are in this process, and gradients on devices.
   bool stays_on_devices = false;
+  // Learns of each batch whether its norm is finite, and so all of its gradients; null: there is
+  // none.
+  std::shared_ptr<LossScale> loss_scale{};
 };
 
 // Shared by the updates of a process's stages. The last of them to come to a batch exchanges the
@@ -49,11 +52,9 @@ struct GradientNormOptions {
 class GradientNorm {
  public:
   // Without a `group` all stages are in this process. `shared`: of the group's ranks, rows of 2 *
-  // num_parameters, for this object alone; null if they share no memory. `loss_scale`: may be null;
-  // else it learns of each batch whether its norm is finite, and so all of its gradients.
-  GradientNorm(const GradientNormOptions& options, std::shared_ptr<Fault> fault,
-               c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<SharedBoard> shared,
-               std::shared_ptr<LossScale> loss_scale);
+  // num_parameters, for this object alone; null if they share no memory.
+  GradientNorm(GradientNormOptions options, std::shared_ptr<Fault> fault,
+               c10::intrusive_ptr<c10d::ProcessGroup> group, std::shared_ptr<SharedBoard> shared);
 
   double norm_type() const { return options_.norm_type; }
   bool stays_on_devices() const { return options_.stays_on_devices; }
@@ -97,7 +98,6 @@ class GradientNorm {
   const std::shared_ptr<Fault> fault_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::shared_ptr<SharedBoard> shared_;
-  const std::shared_ptr<LossScale> loss_scale_;
 
   std::mutex mutex_;
   std::condition_variable changed_;

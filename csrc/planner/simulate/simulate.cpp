@@ -110,8 +110,9 @@ class Execution {
         costs_(costs),
         num_batches_(num_batches),
         ways_(ways_of(schedule.depth(), costs)),
-        arrivals_(
-            {schedule, edges_of(ways_), 0, std::int64_t{schedule.num_microbatches} * num_batches}),
+        arrivals_({schedule,
+                   edges_of(ways_),
+                   {0, std::int64_t{schedule.num_microbatches} * num_batches}}),
         link_free_(arrivals_.messages().channels().size(), 0),
         updates_(std::size_t(schedule.num_stages) * num_batches),
         host_(schedule, costs),

@@ -170,3 +170,24 @@ def test_no_constructor_takes_many_arguments_by_position() -> None:
             if node.name == "__init__" and len(given) > MOST_POSITIONAL_PARAMETERS_OF_A_CONSTRUCTOR:
                 wrong.append(f"{name}: {len(given)} arguments by position")
     assert not wrong
+
+
+def cxx_constructors(path: Path) -> Iterator[tuple[str, int]]:
+    """The constructors that a file's classes declare, with the number of their parameters."""
+    text = re.sub(r"//[^\n]*", "", path.read_text("utf-8"))
+    for name in set(re.findall(r"\b(?:class|struct)\s+(\w+)[^;{}()]*\{", text)):
+        # On a line of its own, unlike calls, and followed by the members' values or nothing.
+        for begin in re.finditer(rf"^ *(?:explicit )?{name}\(", text, re.MULTILINE):
+            depth, end, commas = 1, begin.end(), 0
+            while depth:
+                depth += {**dict.fromkeys("([{<", 1), **dict.fromkeys(")]}>", -1)}.get(text[end], 0)
+                commas += depth == 1 and text[end] == ","
+                end += 1
+            yield f"{path.relative_to(ROOT)}: {name}", commas + (text[begin.end()] != ")")
+
+
+def test_no_constructor_of_a_cxx_class_takes_many_arguments() -> None:
+    found = [constructor for path in CXX for constructor in cxx_constructors(path)]
+    assert len(found) > 100
+    most = MOST_POSITIONAL_PARAMETERS_OF_A_CONSTRUCTOR
+    assert [constructor for constructor in found if constructor[1] > most] == []

@@ -18,7 +18,7 @@ TEST(GradientNorm, ARankThatNeverComesIsATimeout) {
   std::unique_ptr<SharedBoard> board =
       SharedBoard::create(/*num_ranks=*/2, /*row_size=*/2, std::chrono::milliseconds(300));
   ASSERT_TRUE(board);
-  GradientNorm norm(options, std::make_shared<Fault>(), {}, std::move(board), nullptr);
+  GradientNorm norm(options, std::make_shared<Fault>(), {}, std::move(board));
   // Nothing but the norm's own deadline ends this: no other rank tells a failure.
   EXPECT_THROW(norm.give(/*run=*/0, {{0}, at::ones({1}, at::kDouble)}, [] { return false; }),
                PeerTimeout);
