@@ -1,6 +1,7 @@
 // What replicas call in place of adding up their gradients, and torch's bucket for it.
 #include "bindings/bindings.h"
 #include "bindings/python_lock.h"
+#include "core/check.h"
 #include "engine/stage/stage.h"
 
 #include <ATen/core/Tensor.h>
@@ -18,20 +19,34 @@ namespace {
 // A parameter's number in the stage, and where its gradient is in the bucket: offset and numel.
 using BucketPlace = std::tuple<std::size_t, std::int64_t, std::int64_t>;
 
+// By bucket that a hook is given.
 std::vector<std::vector<BucketPlace>> hooked_buckets(const Stage& stage) {
+  const StageLayout& layout = stage.layout();
+  std::vector<std::vector<std::size_t>> parameters(layout.buffers().size());  // [buffer][index]
+  for (std::size_t i = 0; i < layout.num_parameters(); ++i) {
+    parameters[layout.place(i).buffer].push_back(i);
+  }
   std::vector<std::vector<BucketPlace>> buckets;
-  for (const auto& bucket : stage.gradients().hooked_buckets()) {
-    auto& places = buckets.emplace_back();
-    for (const GradientPath::BucketPlace& place : bucket) {
-      places.emplace_back(place.parameter, place.offset, place.numel);
+  for (const GradientBuckets::Bucket& bucket : stage.gradients().replicas()->buckets()) {
+    if (bucket.begin >= layout.packing(bucket.dtype).numel()) {  // of flags alone
+      continue;
+    }
+    std::vector<BucketPlace>& places = buckets.emplace_back();
+    for (std::size_t index = bucket.first; index < bucket.last; ++index) {
+      const ParameterView& view = layout.packing(bucket.dtype).views()[index];
+      places.emplace_back(parameters[bucket.dtype][index], view.offset - bucket.begin, view.numel);
     }
   }
   return buckets;
 }
 
+// Replicas then call it instead of adding up their gradients. While no batch has gradients.
 void set_hook(Stage& stage, py::function hook) {
-  stage.gradients().set_hook([held = shared_python(std::move(hook))](const std::vector<at::Tensor>& buckets,
-                                                         std::optional<double> unscaling) {
+  ReplicaSum* replicas = stage.gradients().replicas();
+  PD2_ASSERT(replicas && !stage.gradients().host(),
+             "a hook needs replicas, and gradients where the stage is");
+  replicas->set_hook([held = shared_python(std::move(hook))](const std::vector<at::Tensor>& buckets,
+                                                             std::optional<double> unscaling) {
     const py::gil_scoped_acquire gil;
     return (*held)(buckets, unscaling).cast<bool>();
   });

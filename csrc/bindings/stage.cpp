@@ -93,14 +93,16 @@ void bind_making(StageClass& stage) {
           "share",
           [](Stage& self, bool shares, const std::vector<bool>& may_cut, bool norms,
              const std::shared_ptr<Fault>& fault) {
-            self.share(shares, may_cut, norms, [&fault] { return fault->raised(); });
+            self.step_place().share(shares, may_cut, norms, [&fault] { return fault->raised(); });
           },
           py::arg("shares"), py::arg("may_cut"), py::arg("norms"), py::arg("fault"),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "settle",
           [](Stage& self, const std::shared_ptr<Fault>& fault) {
-            self.gradients().settle([&fault] { return fault->raised(); });
+            if (ReplicaSum* replicas = self.gradients().replicas()) {
+              replicas->settle([&fault] { return fault->raised(); });
+            }
           },
           py::arg("fault"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("is_shared",
@@ -139,7 +141,12 @@ void bind_weights(StageClass& stage) {
       .def_property_readonly("most_live_versions",
                              [](const Stage& self) { return self.versions().most_live_versions(); })
       .def("restart_delay", &Stage::restart_delay)
-      .def("show", &Stage::show)
+      .def("show",
+           [](Stage& self) {
+             if (HostMirror* host = self.gradients().host()) {
+               host->show();
+             }
+           })
       .def_property_readonly("frees_gradients",
                              [](const Stage& self) { return self.gradients().frees_buffer(); })
       .def("load_versions", &Stage::load_versions, py::arg("oldest"), py::arg("newest"))

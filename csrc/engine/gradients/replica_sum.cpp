@@ -246,12 +246,11 @@ void ReplicaSum::call_hook(Batch& batch, std::optional<double> unscaling,
   Fence::of(stream_).hold_back(here());
 }
 
-void ReplicaSum::let_end(Batch& batch, const IsStopped& is_stopped) {
-  if (hook_) {
-    batch.is_over = true;
-  } else {
+void ReplicaSum::let_end(Batch& batch, const IsStopped& is_stopped, bool is_finished) {
+  if (!hook_ && !is_finished) {
     finish(batch, is_stopped);
   }
+  batch.is_over = true;
 }
 
 bool ReplicaSum::advance(Batch& batch, const IsStopped* is_stopped) {

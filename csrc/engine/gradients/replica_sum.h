@@ -101,9 +101,9 @@ class ReplicaSum {
   bool has_hook() const { return hook_ != nullptr; }
   // As finish(), but that the flags are added up at once, and gradients are the hook's to change.
   void call_hook(Batch& batch, std::optional<double> unscaling, const IsStopped& is_stopped);
-  // As either, of a batch of which nobody reads the sums. With a hook it calls none: all replicas
-  // must know that the batch is discarded.
-  void let_end(Batch& batch, const IsStopped& is_stopped);
+  // As either, of a batch of which nobody reads the sums, and nobody steps; all that is left, if it
+  // `is_finished`. With a hook it calls none: all replicas must know that the batch is discarded.
+  void let_end(Batch& batch, const IsStopped& is_stopped, bool is_finished = false);
   // If a batch is complete but for end_batch(): waits for its sum, which all have then, after
   // which it may be moved. Every replica calls it. Throws ChannelAborted when stopped.
   void settle(const IsStopped& is_stopped);

@@ -84,31 +84,6 @@ void GradientPath::hold(std::vector<HeldGradient>* where) {
   }
 }
 
-void GradientPath::set_hook(ReplicaSum::Hook hook) {
-  PD2_ASSERT(replicas() && !host_, "a hook needs replicas, and gradients where the stage is");
-  replicas()->set_hook(std::move(hook));
-}
-
-std::vector<std::vector<GradientPath::BucketPlace>> GradientPath::hooked_buckets() const {
-  std::vector<std::vector<std::size_t>> parameters(gradients_.size());  // [dtype][index]
-  for (std::size_t i = 0; i < layout_.num_parameters(); ++i) {
-    parameters[layout_.place(i).buffer].push_back(i);
-  }
-  std::vector<std::vector<BucketPlace>> buckets;
-  for (const GradientBuckets::Bucket& bucket : replicas()->buckets()) {
-    const FlatPacking& packing = layout_.packing(bucket.dtype);
-    if (bucket.begin >= packing.numel()) {  // of flags alone
-      continue;
-    }
-    std::vector<BucketPlace>& places = buckets.emplace_back();
-    for (std::size_t index = bucket.first; index < bucket.last; ++index) {
-      const ParameterView& view = packing.views()[index];
-      places.push_back({parameters[bucket.dtype][index], view.offset - bucket.begin, view.numel});
-    }
-  }
-  return buckets;
-}
-
 void GradientPath::move(std::size_t count, std::size_t from, std::size_t to) {
   for (const auto& gradient : gradients_) {
     if (gradient->num_buffers() < count) {
@@ -230,13 +205,8 @@ void GradientPath::sum_ties(std::int64_t batch, const IsStopped& is_stopped) {
 
 void GradientPath::let_sums_end(const IsStopped& is_stopped) {
   if (const auto sum = std::exchange(update_.sum, nullptr)) {
-    if (!update_.is_reduced) {
-      replicas()->let_end(*sum, is_stopped);
-    }
-    if (is_shared()) {  // others may wait for what they think has been stepped
-      update_.sum = sum;
-      update_.is_stepped = false;
-    }
+    // Nobody steps: all learn before their sums end that the batch is discarded.
+    replicas()->let_end(*sum, is_stopped, update_.is_reduced);
   }
   if (host_) {
     host_->release();
@@ -245,18 +215,8 @@ void GradientPath::let_sums_end(const IsStopped& is_stopped) {
 
 void GradientPath::exchange_shares(const std::vector<at::Tensor>& stepped,
                                    const IsStopped& is_stopped) {
-  const auto sum = std::exchange(update_.sum, nullptr);
-  if (sum && update_.is_stepped) {
+  if (const auto sum = std::exchange(update_.sum, nullptr)) {
     replicas()->gather(sum.get(), stepped, is_stopped);
-  } else if (sum) {  // anything will do
-    std::vector<at::Tensor> gradients;
-    for (std::size_t dtype = 0; dtype < gradients_.size(); ++dtype) {
-      const FlatPacking& packing = layout_.packing(dtype);
-      const at::Tensor bytes = gradients_[dtype]->gradients(update_.buffer).view(at::kByte);
-      const auto size = static_cast<std::int64_t>(c10::elementSize(packing.dtype()));
-      gradients.push_back(bytes.narrow(0, 0, packing.numel() * size).view(packing.dtype()));
-    }
-    replicas()->gather(sum.get(), gradients, is_stopped);
   }
 }
 

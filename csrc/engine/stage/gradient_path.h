@@ -77,25 +77,7 @@ class GradientPath {
   }
   void hold(std::vector<HeldGradient>* where);  // see GradAccumulator
 
-  // Replicas then call it instead of adding up their gradients. While no batch has gradients; there
-  // must be replicas, and an optimizer that does not work on the host.
-  void set_hook(ReplicaSum::Hook hook);
   bool has_hook() const { return replicas() && replicas()->has_hook(); }
-  // Where a parameter's gradient is in a bucket; elements.
-  struct BucketPlace {
-    std::size_t parameter;
-    std::int64_t offset, numel;
-  };
-  // By bucket that a hook is given.
-  std::vector<std::vector<BucketPlace>> hooked_buckets() const;
-
-  // Waits for the sum of a complete batch, if there is one: the replicas' group is free then. Every
-  // replica calls it, drained.
-  void settle(const IsStopped& is_stopped) {
-    if (replicas()) {
-      replicas()->settle(is_stopped);
-    }
-  }
   // While drained: uses `count` buffers, and moves what is there from one to another.
   void move(std::size_t count, std::size_t from, std::size_t to);
   // Shares parameters out, or not: see ReplicaSum. Some may be cut; of these the replica with the
@@ -125,8 +107,8 @@ class GradientPath {
   // device keeps others from beginning anything. So all of them begin exchanges between the same
   // actions.
   bool exchanges_in_order() const { return is_shared() && has_streams(device_); }
-  // After the step, or let_sums_end(): replicas that share the parameters out give each other what
-  // they have stepped, as far as they do not since, and wait for it.
+  // After the step: replicas that share the parameters out give each other what they have stepped,
+  // as far as they do not since, and wait for it.
   void exchange_shares(const std::vector<at::Tensor>& stepped, const IsStopped& is_stopped);
   // Before the version is published, or dropped.
   void end_update();
@@ -160,7 +142,6 @@ class GradientPath {
     std::size_t buffer = 0;
     ReplicaSum::UnderWay sum = nullptr;  // null: none, or all has been exchanged
     bool is_reduced = false;
-    bool is_stepped = true;  // false: let_sums_end() took the place of that
   };
   Update update_;
 };

@@ -35,12 +35,6 @@ void Stage::attach(std::size_t parameter, const at::Tensor& slot_parameter) {
   slot_parameter.unsafeGetTensorImpl()->set_version_counter(c10::VariableVersion(0));
 }
 
-void Stage::show() {
-  if (gradients_.host()) {
-    gradients_.host()->show();
-  }
-}
-
 std::size_t Stage::gradient_buffer(std::int64_t batch) const {
   if (slots_.rotates()) {
     return versions().slot_to_write(batch + 1);
@@ -62,7 +56,9 @@ bool Stage::wait_for_gradients_buffer(std::chrono::milliseconds at_most) {
 }
 
 void Stage::arrange(bool reads_first, bool waits, const std::function<bool()>& is_stopped) {
-  gradients_.settle(is_stopped);
+  if (gradients_.replicas()) {
+    gradients_.replicas()->settle(is_stopped);
+  }
   // A batch may be complete whose update has not been asked for.
   const std::int64_t newest = versions().newest();
   const int from = slots_.newest();
@@ -116,8 +112,9 @@ void Stage::begin_update(std::int64_t batch) {
   gradients_.begin_update(gradient_buffer(batch));
 }
 
-void Stage::begin_nothing(std::int64_t batch, bool replicas_know) {
-  const bool sums = gradients_.replicas() && !replicas_know;
+void Stage::begin_nothing(std::int64_t batch) {
+  // No replica has begun a batch that would read a version which is never made.
+  const bool sums = gradients_.replicas() && batch < versions().newest() + slots_.num_versions();
   gradients_.begin_nothing(sums ? std::optional(gradient_buffer(batch)) : std::nullopt);
 }
 

@@ -59,7 +59,7 @@ class Stage {
   // Where the stage works.
   const StageStreams& streams() const { return *streams_; }
   bool on_host() const { return !streams_->compute; }
-  std::size_t num_parameters() const { return layout_.num_parameters(); }
+  const StageLayout& layout() const { return layout_; }
   const Slots& slots() const { return slots_; }
   WeightStore& versions() { return slots_.versions(); }
   const WeightStore& versions() const { return slots_.versions(); }
@@ -71,8 +71,6 @@ class Stage {
   // `slot_parameter` is the leaf tensor over slots().weight(slot, parameter) that the stage's
   // module uses.
   void attach(std::size_t parameter, const at::Tensor& slot_parameter);
-  // The newest weights are shown to the user, who may write to them until the next update.
-  void show();
 
   // Announces the first gradients of the batch.
   void begin_batch(std::int64_t batch) { gradients_.begin_batch(gradient_buffer(batch)); }
@@ -96,15 +94,6 @@ class Stage {
   // their step are summed before they are moved; throws ChannelAborted when stopped meanwhile.
   void arrange(
       bool reads_first, bool waits, const std::function<bool()>& is_stopped = [] { return false; });
-  // From now on each replica has masters and state of its share of the parameters alone, and steps
-  // no others (`shares`), or of all. A parameter that `may_cut` names may be several replicas'; so
-  // that one of them can give the norm of its gradient, that one gets all of it (`norms`). Every
-  // replica calls it after arrange(), before optimizers are set. Without replicas it changes
-  // nothing. Throws ChannelAborted when stopped.
-  void share(bool shares, const std::vector<bool>& may_cut, bool norms,
-             const std::function<bool()>& is_stopped) {
-    step_place_.share(shares, may_cut, norms, is_stopped);
-  }
 
   // Batches have not been, whose gradients may lie where an older version was: the delay begins
   // anew, at the newest one.
@@ -118,7 +107,7 @@ class Stage {
   // Begins the update with the batch's gradients, which are complete.
   void begin_update(std::int64_t batch);
   // Instead of it: the batch is discarded. Replicas that may not know yet get what they wait for.
-  void begin_nothing(std::int64_t batch, bool replicas_know);
+  void begin_nothing(std::int64_t batch);
 
   // The following belong to the update that has begun, as what gradients() says does; until
   // publish() any thread may call them.

@@ -89,7 +89,7 @@ std::vector<at::Tensor> StepPlace::hidden_masters(const std::function<bool()>& i
     }
   }
   if (is_shared) {
-    gradients_.settle(is_stopped);
+    gradients_.replicas()->settle(is_stopped);
     gradients_.replicas()->gather(nullptr, wholes, is_stopped);
   }
   for (std::size_t i = 0; i < hidden.size(); ++i) {

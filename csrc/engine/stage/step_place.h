@@ -52,7 +52,11 @@ class StepPlace {
   // Rounds the weights of `slot` again, after the masters were changed.
   void round_masters(int slot);
 
-  // See Stage::share().
+  // From now on each replica has masters and state of its share of the parameters alone, and steps
+  // no others (`shares`), or of all. A parameter that `may_cut` names may be several replicas'; so
+  // that one of them can give the norm of its gradient, that one gets all of it (`norms`). Every
+  // replica calls it after Stage::arrange(), before set_optimizers(). Without replicas it changes
+  // nothing. Throws ChannelAborted when stopped.
   void share(bool shares, const std::vector<bool>& may_cut, bool norms,
              const std::function<bool()>& is_stopped);
   // What replicas step of a parameter, by their rank in the group: of its elements, in the order of

@@ -62,7 +62,7 @@ bool Clipping::apply(Stage& stage, std::int64_t run,
     }
   }
   if (max_value) {
-    for (std::size_t i = 0; i < stage.num_parameters(); ++i) {
+    for (std::size_t i = 0; i < stage.layout().num_parameters(); ++i) {
       if (stage.step_place().owns(i) && stage.gradients().has_gradient(i)) {
         stage.gradients().gradient(i).clamp_(-*max_value, *max_value);
       }

@@ -55,7 +55,7 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
   if (has_begun_) {
     stage_.begin_update(gradients.batch);
   } else {
-    begin_nothing(gradients.batch);
+    stage_.begin_nothing(gradients.batch);
   }
   // Without slack the next forward waits for this update anyway; but if the update itself waits for
   // other stages, those of this rank must come to theirs meanwhile, and receives be posted.
@@ -81,11 +81,7 @@ void StageUpdates::start(const Complete& gradients, std::function<bool()> make) 
     try {
       is_made_ = make();
       if (!stage_.gradients().exchanges_in_order()) {
-        stage_.exchange_shares(callbacks_.is_stopped);
-        end_ = Fence::of(stage_.streams().update);
-        if (is_made_) {
-          begin_copies(gradients.batch + 1, {end_});
-        }
+        exchange_shares();
       }
     } catch (const ChannelAborted&) {
       // Another one's failure, or the end.
@@ -95,11 +91,12 @@ void StageUpdates::start(const Complete& gradients, std::function<bool()> make) 
   });
 }
 
-void StageUpdates::begin_nothing(std::int64_t batch) {
-  // If the version that its forwards read is never made, no replica has begun the batch: the
-  // verdict on that version's update told all of them.
-  const std::int64_t read = batch - stage_.slots().num_versions() + 1;
-  stage_.begin_nothing(batch, verdicts_ && callbacks_.discards->first() < read);
+void StageUpdates::exchange_shares() {
+  stage_.exchange_shares(callbacks_.is_stopped);
+  end_ = Fence::of(stage_.streams().update);
+  if (is_made_) {
+    begin_copies(made_next_, {end_});
+  }
 }
 
 void StageUpdates::submit(std::int64_t run, Apply apply) {
@@ -118,11 +115,7 @@ void StageUpdates::finish() {
   is_under_way_ = false;
   if (stage_.gradients().exchanges_in_order()) {
     const OnStream guard(stage_.streams().update);
-    stage_.exchange_shares(callbacks_.is_stopped);
-    end_ = Fence::of(stage_.streams().update);
-    if (is_made_) {
-      begin_copies(made_next_, {end_});
-    }
+    exchange_shares();
   }
   if (stage_.streams().update) {
     ends_[made_next_] = std::exchange(end_, {});
@@ -190,16 +183,14 @@ void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
   submitted_.erase(submitted_.lower_bound(run), submitted_.end());
   loss_scales_.erase(loss_scales_.lower_bound(run), loss_scales_.end());
   if (complete_ && complete_->batch >= batch) {
-    begin_nothing(complete_->batch);
-    dropped_ = std::exchange(complete_, std::nullopt);
-  }
-  if (dropped_) {
+    // No step will come here, but replicas whose steps have come may wait for this one's part.
+    stage_.begin_nothing(complete_->batch);
     has_begun_ = false;
-    start(*dropped_, [this, gradients = *dropped_] {
+    start(*complete_, [this, gradients = *complete_] {
       drop(gradients);
       return false;
     });
-    dropped_.reset();
+    complete_.reset();
   }
   const std::lock_guard lock(copies_mutex_);
   to_copy_.erase(to_copy_.upper_bound(batch), to_copy_.end());
@@ -266,11 +257,8 @@ void StageUpdates::begin_copies(std::int64_t made, std::vector<Fence> after) {
 
 void StageUpdates::settle() {
   finish();
-  if (complete_ && callbacks_.discards && !is_good(*complete_)) {
-    // No step will come, but replicas may wait, whose steps have. One of which no step has come
-    // either gives its part when it knows: nobody waits for it before.
-    begin_nothing(complete_->batch);
-    dropped_ = std::exchange(complete_, std::nullopt);
+  if (complete_) {  // its verdict may be forgotten, and must not be under way then
+    is_good(*complete_);
   }
   if (copier_) {
     wait_for(*copier_);

@@ -98,9 +98,9 @@ class StageUpdates {
   }
   // Waits for the verdict, if there will be one.
   bool is_good(const Complete& gradients) const;
-  void begin_nothing(std::int64_t batch);
   void give_word(std::int64_t run);
   void drop(const Complete& gradients) const;
+  void exchange_shares();  // by the update under way, after its step
   void end_update(const Complete& gradients);
   void wait_for(Background& background) const;
   // Version `made` has been made, as soon as the device has done all of these: begins the copies
@@ -113,7 +113,6 @@ class StageUpdates {
   std::map<std::int64_t, float> loss_scales_;  // of runs that have not been updated
   std::map<std::int64_t, Apply> submitted_;    // by the batch's last run; gradients incomplete
   std::optional<Complete> complete_;           // gradients whose update has not been submitted
-  std::optional<Complete> dropped_;            // such ones of a discarded batch
   std::shared_ptr<BatchVerdicts> verdicts_;    // null: none
   std::optional<std::int64_t> given_;          // the last run for which the stage gave its word
   bool is_alone_ = false;
