@@ -15,6 +15,7 @@ from pipedream2bw.ranks import channels
 from tests.device import checked
 from tests.device.on_device import moved
 from tests.device.test_processes import join
+from tests.runs.discarding import restart_delay
 from tests.runs.launch import run_ranks
 from tests.runs.outcomes import Expected, Outcome, assert_raised, attempt
 
@@ -51,6 +52,8 @@ def train(device: str, schedule: str, bad: dict[str, tuple[Any, Any]]) -> dict[s
                     pipe.flush()
 
                 outcomes[name] = attempt(use)
+            if not bad:  # as after batches that were discarded
+                restart_delay(pipe)
             losses.append(pipe.train_step(x, target=y))
             opt.step()
         state = {name: value.tolist() for name, value in pipe.full_state_dict().items()}

@@ -16,6 +16,7 @@ from tests.device.on_device import batch_on, on, places
 from tests.device.test_host_optimizer import OPTIMIZERS, PRECISIONS, train
 from tests.exhaustive import exhaustive
 from tests.references.oracle import Batch, ReadyMade
+from tests.runs.discarding import restart_delay
 from tests.runs.trajectory import (
     Trajectory,
     assert_same,
@@ -191,6 +192,8 @@ def test_a_batch_that_is_discarded_leaves_nothing(schedule: str) -> None:
 
                     with pytest.raises(StageError, match="Discarded"):
                         bad()
+                elif number == 2:
+                    restart_delay(pipe)
                 losses.append(pipe.train_step(*batch.args, target=batch.target))
                 opt.step()
             state = copy_of(pipe.state_dict())
