@@ -129,7 +129,8 @@ class ScalarPipeline {
   }
   double newest(int stage) const {
     return stages[stage]
-        ->slots().weight(stages[stage]->versions().slot(stages[stage]->versions().newest()), 0)
+        ->slots()
+        .weight(stages[stage]->versions().slot(stages[stage]->versions().newest()), 0)
         .item<double>();
   }
 
