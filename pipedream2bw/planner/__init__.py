@@ -3,9 +3,8 @@
 from .pictures import draw_plan
 from .planning.calibration import Calibration, calibrate
 from .planning.cluster import Cluster, DeviceType
-from .planning.plan import Alternative, Plan
+from .planning.plan import Alternative, Plan, StagePlan
 from .planning.planner import plan
-from .planning.stage_plan import StagePlan
 from .profiling.profile import Profile
 from .profiling.profiler import profile
 from .simulation import HostCosts, Simulation, simulate

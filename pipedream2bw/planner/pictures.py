@@ -11,8 +11,15 @@ from ..colours import LIMIT, MEMORY_COLOURS, TIME_COLOURS
 from ..json_document import given_or_loaded
 from ..pictures.canvas import Matplotlib, Picture, name_rows, time_unit
 from ..units import BYTE_UNITS, unit_for
-from .planning.plan import MEMORY_KINDS, Plan, bytes_of_rank, limit_of_rank, rank_name
-from .planning.stage_plan import layers_in_words, times_of
+from .planning.plan import (
+    MEMORY_KINDS,
+    Plan,
+    bytes_of_rank,
+    layers_in_words,
+    limit_of_rank,
+    rank_name,
+    times_of,
+)
 
 _MESSAGES = list(TIME_COLOURS)[-1]
 _MEMORY_COLOURS = {kind: MEMORY_COLOURS[kind] for kind in MEMORY_KINDS}

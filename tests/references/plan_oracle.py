@@ -13,8 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import pipedream2bw as pd2
-from pipedream2bw.planner.profiling.profile import Profile
-from pipedream2bw.planner.profiling.records import MicrobatchProfile
+from pipedream2bw.planner.profiling.profile import MicrobatchProfile, Profile
 from tests.references import direct_messages
 from tests.samples.schedule_plan import Plan as Lists
 

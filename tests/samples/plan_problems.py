@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 import pipedream2bw as pd2
-from pipedream2bw.planner.profiling.profile import Profile
-from pipedream2bw.planner.profiling.records import (
+from pipedream2bw.planner.profiling.profile import (
     Kept,
     MicrobatchProfile,
+    Profile,
     ProfiledDevice,
     ProfiledLayer,
     SharedParameter,

@@ -8,8 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipedream2bw import _C
-from pipedream2bw.planner.planning.plan import Plan, bytes_of_rank
-from pipedream2bw.planner.planning.stage_plan import StagePlan, held_always, held_in_flight
+from pipedream2bw.planner.planning.plan import (
+    Plan,
+    StagePlan,
+    bytes_of_rank,
+    held_always,
+    held_in_flight,
+)
 
 
 def stage_plan(layers: tuple[int, int], **changes: Any) -> StagePlan:

@@ -1,21 +1,131 @@
-"""Checks of the arguments of :func:`plan`."""
+"""The arguments of :func:`plan`, checked before a model is profiled as far as that can be."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ... import _C
-from ...checks import check_bool, check_number, check_whole_number
+from ...checks import check_bool, check_number, check_optimizer_device, check_whole_number
+from ...json_document import given_or_loaded
+from ...model.precision import check_gradient_dtype
 from ...units import parse_bytes
 from ..profiling.profile import Profile
 from .calibration import Calibration
 from .cluster import Cluster
+from .plan import MOST_MICROBATCHES, RECOMPUTE
 
 _METHODS = {method.name: method for method in _C.schedule_methods()}
 _MOST_BATCHES = 10**15
 _OBJECTIVES = ("throughput", "cost", "memory")
 _GIB = 2.0**30
+
+
+SCHEDULES = (
+    "2bw",
+    "2bw_v_two_thirds",
+    "2bw_v_half",
+    "1f1b",
+    "interleaved",
+    "zero_bubble",
+    "chimera",
+)
+"""The default choices: without gpipe, which keeps more than 1f1b, and 2bw_eager."""
+
+
+class PerTrainedByte(NamedTuple):
+    """Bytes of one copy of a stage, for each byte of one version of what it trains.
+
+    Attributes:
+        gradient: of gradients.
+        state: of optimizer state and masters, of all replicas together where they share it out.
+        stepped: of float32 that the optimizer steps.
+    """
+
+    gradient: float
+    state: float
+    stepped: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Arguments of :func:`plan`, checked.
+
+    Attributes:
+        bytes_per_device: memory of a device.
+        largest_batch: rows.
+        schedules: their names.
+        chunks: stages of a rank, to be tried.
+        recompute: what may be recomputed.
+        optimizer: as a profile names it.
+        held: bytes that are held for each byte of trained weights.
+        calibration: what an earlier run has shown.
+        objective, width, num_stages: as given.
+    """
+
+    bytes_per_device: float
+    largest_batch: int
+    schedules: Sequence[str]
+    chunks: list[int]
+    recompute: Sequence[str]
+    optimizer: str
+    held: PerTrainedByte
+    calibration: Calibration | None
+    objective: str
+    width: int | None
+    num_stages: int | None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Wanted:
+        """Checks all that does not depend on the profile or the devices.
+
+        Args:
+            arguments: of :func:`plan`, all of them, by name.
+
+        Raises:
+            ValueError, TypeError, OSError: naming the argument and the rule.
+        """
+        given = dict(arguments)
+        calibration = given["calibration"]
+        if calibration is not None:
+            calibration = given_or_loaded("calibration", calibration, Calibration)
+        bytes_per_device = parse_bytes("memory", given["memory"])
+        largest = given["batch"] if given["largest_batch"] is None else given["largest_batch"]
+        for name, rows in (("batch", given["batch"]), ("largest_batch", largest)):
+            check_whole_number(name, rows, at_most=MOST_MICROBATCHES)
+        if largest < given["batch"]:
+            raise ValueError(
+                f"largest_batch: {largest}, batch: {given['batch']}: it must be at least the batch"
+            )
+        names = checked_names("schedules", given["schedules"], _C.planned_schedules())
+        chunks = chunks_to_try(given["stages_per_rank"], largest)
+        ways = checked_names("recompute", given["recompute"], RECOMPUTE)
+        check_objective(
+            given["objective"], given["slack"], given["num_batches"], given["start_within"]
+        )
+        check_bool("unequal_replicas", given["unequal_replicas"])
+        optimizer, device = given["optimizer"], given["optimizer_device"]
+        held = per_trained_byte(
+            optimizer, given["precision"], given["split_master"], given["gradient_dtype"]
+        )
+        if check_shard_state(given["shard_state"], device):
+            names = with_one_pipeline(names, are_named=tuple(names) != SCHEDULES)
+        if device is not None:
+            check_optimizer_device(device)
+            optimizer, held = f"{optimizer} on host", held._replace(state=0.0)
+        return cls(
+            bytes_per_device=bytes_per_device,
+            largest_batch=largest,
+            schedules=names,
+            chunks=chunks,
+            recompute=ways,
+            optimizer=optimizer,
+            held=held,
+            calibration=calibration,
+            **{name: given[name] for name in ("objective", "width", "num_stages")},
+        )
 
 
 def checked_names(name: str, given: object, known: Sequence[str]) -> list[str]:
@@ -75,27 +185,6 @@ def check_objective(
         )
 
 
-def check_precision(profile: Profile, precision: str | None) -> None:
-    """Raises ValueError if the profile is of a model in another dtype than stages compute in.
-
-    Some parameters may be in another one, as BatchNorm's are.
-    """
-    dtypes = profile.trained_dtypes
-    if precision is None or not dtypes:
-        return
-    dtype, convert = {
-        "bf16": ("torch.bfloat16", "bfloat16"),
-        "fp16": ("torch.float16", "half"),
-        "fp32": ("torch.float32", "float"),
-    }[precision]
-    if dtype not in dtypes:
-        raise ValueError(
-            f"precision: {precision!r}, trained parameters of the profiled model: "
-            f"{', '.join(sorted(dtypes))}: it must be profiled in {dtype}: profile "
-            f"model.{convert}()"
-        )
-
-
 def check_shard_state(shard_state: object, optimizer_device: object) -> bool:
     """Returns whether replicas share out their optimizers' state.
 
@@ -129,6 +218,56 @@ def with_one_pipeline(names: Sequence[str], *, are_named: bool) -> list[str]:
     return [name for name in names if name not in with_two]
 
 
+def per_trained_byte(
+    optimizer: object, precision: object, split_master: object, gradient_dtype: object
+) -> PerTrainedByte:
+    """Returns the bytes for arguments of :func:`plan`.
+
+    Raises:
+        TypeError, ValueError: naming the argument and the rule.
+    """
+    states = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0}
+    if not isinstance(optimizer, str):
+        raise TypeError(f"optimizer: {optimizer!r} given, it must be a name")
+    if optimizer not in states:
+        raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
+    if precision not in (None, "fp32", "bf16", "fp16"):
+        raise ValueError(f"precision: {precision!r}, known: None, 'bf16', 'fp16', 'fp32'")
+    check_bool("split_master", split_master)
+    if split_master and precision != "bf16":
+        raise ValueError(f"split_master: True, precision: {precision!r}: it needs 'bf16'")
+    check_gradient_dtype(gradient_dtype, precision)
+    if precision in (None, "fp32"):
+        return PerTrainedByte(gradient=1.0, state=states[optimizer], stepped=1.0)
+    # Float32 beside weights of 16 bits: twice the bytes; a split master has the other 16 bits.
+    return PerTrainedByte(
+        gradient=2.0 if gradient_dtype is None else 1.0,
+        state=2 * states[optimizer] + (1 if split_master else 2),
+        stepped=2.0,
+    )
+
+
+def check_precision(profile: Profile, precision: str | None) -> None:
+    """Raises ValueError if the profile is of a model in another dtype than stages compute in.
+
+    Some parameters may be in another one, as BatchNorm's are.
+    """
+    dtypes = profile.trained_dtypes
+    if precision is None or not dtypes:
+        return
+    dtype, convert = {
+        "bf16": ("torch.bfloat16", "bfloat16"),
+        "fp16": ("torch.float16", "half"),
+        "fp32": ("torch.float32", "float"),
+    }[precision]
+    if dtype not in dtypes:
+        raise ValueError(
+            f"precision: {precision!r}, trained parameters of the profiled model: "
+            f"{', '.join(sorted(dtypes))}: it must be profiled in {dtype}: profile "
+            f"model.{convert}()"
+        )
+
+
 def check_update_time(profile: Profile, optimizer: str) -> None:
     """Raises ValueError if a profile lacks the optimizer's time: if measured, or "... on host"."""
     known = profile.seconds_per_update_byte
@@ -145,21 +284,17 @@ def check_update_time(profile: Profile, optimizer: str) -> None:
         )
 
 
-def check_grid(
-    schedules: Sequence[str],
-    stages_per_rank: Sequence[int],
-    *,
-    width: int | None,
-    num_stages: int | None,
-    num_devices: int,
-    num_pieces: int,
-    largest_batch: int,
-) -> None:
-    """Raises ValueError if no schedule has such a width and depth, whatever the batch.
+def check_grid(wanted: Wanted, cluster: Cluster, *, num_pieces: int) -> None:
+    """Raises ValueError if no plan for these devices can have what is asked for.
 
     Args:
         num_pieces: that the model can be cut into.
     """
+    if wanted.objective == "cost" and not any(
+        price > 0 for each in cluster.types for _, price in each.prices()
+    ):
+        raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
+    width, num_stages, num_devices = wanted.width, wanted.num_stages, cluster.num_devices
     for name, number in (("width", width), ("num_stages", num_stages)):
         if number is not None:
             check_whole_number(name, number)
@@ -168,15 +303,17 @@ def check_grid(
         raise ValueError(
             f"width: {width}, devices: {num_devices}: every replica needs one at least"
         )
-    if replicas > largest_batch:
+    if replicas > wanted.largest_batch:
         raise ValueError(
-            f"width: {width}, largest_batch: {largest_batch}: every replica needs a row at least"
+            f"width: {width}, largest_batch: {wanted.largest_batch}: every replica needs a row at "
+            "least"
         )
     if num_stages is not None and num_stages > num_pieces:
         raise ValueError(
             f"num_stages: {num_stages}, the profile's model can be cut into: {num_pieces}: every "
             "stage needs a piece"
         )
+    schedules, stages_per_rank = wanted.schedules, wanted.chunks
     with_chunks = [
         name for name in schedules if _METHODS[name].has_chunks and not _METHODS[name].is_v
     ]

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from ...checks import check_number, check_whole_number
 from ...units import parse_bandwidth, parse_bytes, parse_seconds
-from ..profiling.records import ProfiledLinks
+from ..profiling.profile import ProfiledLinks
 
 MOST_DEVICES = 2**16
 """The most devices of a cluster: a plan for these is found in about a second."""

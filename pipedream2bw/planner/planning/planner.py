@@ -16,6 +16,9 @@ from ...errors import DoesNotFit
 from ...json_document import given_or_loaded
 from ..profiling.profile import Profile
 from .arguments import (
+    SCHEDULES,
+    PerTrainedByte,
+    Wanted,
     check_grid,
     check_precision,
     check_update_time,
@@ -24,10 +27,7 @@ from .arguments import (
 )
 from .calibration import Calibration
 from .cluster import MOST_DEVICES, Cluster, DeviceType, as_cluster
-from .held_bytes import PerTrainedByte
-from .plan import Alternative, Plan
-from .stage_plan import StagePlan
-from .wanted import SCHEDULES, Wanted
+from .plan import RECOMPUTE, Alternative, Plan, StagePlan
 
 _MOST_BEHIND = 3  # microbatches that a stage has forgotten and its device may yet have to read
 
@@ -41,7 +41,7 @@ def plan(
     largest_batch: int | None = None,
     schedules: str | Sequence[str] = SCHEDULES,
     stages_per_rank: int | Sequence[int] = (2, 4),
-    recompute: str | Sequence[str] = ("none", "stages", "blocks"),
+    recompute: str | Sequence[str] = RECOMPUTE,
     objective: str = "throughput",
     slack: float = 0.1,
     num_batches: int | None = None,
@@ -122,7 +122,7 @@ def plan(
     check_update_time(profile, wanted.optimizer)
     cluster = as_cluster(devices, profile.links)
     pieces = 1 + sum(layer.can_cut_after for layer in profile.layers)
-    _check_cluster(wanted, cluster, objective, width, num_stages, num_pieces=pieces)
+    check_grid(wanted, cluster, num_pieces=pieces)
     blocks = blocks_of([layer.name for layer in profile.layers])
     limits = memory_of_types(cluster, wanted.bytes_per_device, calibration)
     try:
@@ -176,11 +176,8 @@ def check_arguments(**arguments: Any) -> None:
     """
     bound = inspect.signature(plan).bind(None, **arguments)
     bound.apply_defaults()
-    given = bound.arguments
-    wanted = Wanted.of(given)
-    cluster = as_cluster(given["devices"], None)
-    grid = [given[name] for name in ("objective", "width", "num_stages")]
-    _check_cluster(wanted, cluster, *grid, num_pieces=MOST_DEVICES)
+    cluster = as_cluster(bound.arguments["devices"], None)
+    check_grid(Wanted.of(bound.arguments), cluster, num_pieces=MOST_DEVICES)
 
 
 def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[str, Any]:
@@ -189,31 +186,6 @@ def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[
     return {
         name: getattr(struct, name) for struct in found for name in names if hasattr(struct, name)
     }
-
-
-def _check_cluster(
-    wanted: Wanted,
-    cluster: Cluster,
-    objective: str,
-    width: int | None,
-    num_stages: int | None,
-    *,
-    num_pieces: int,
-) -> None:
-    """Raises ValueError if no plan for these devices can have what is asked for."""
-    if objective == "cost" and not any(
-        price > 0 for each in cluster.types for _, price in each.prices()
-    ):
-        raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
-    check_grid(
-        wanted.schedules,
-        wanted.chunks,
-        width=width,
-        num_stages=num_stages,
-        num_devices=cluster.num_devices,
-        num_pieces=num_pieces,
-        largest_batch=wanted.largest_batch,
-    )
 
 
 def blocks_of(layers: Sequence[str]) -> dict[str, tuple[int, int]]:

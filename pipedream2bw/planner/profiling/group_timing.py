@@ -20,7 +20,7 @@ from ...model.trees import as_received, tensors_in
 from ...stages.cut import split_into_stages
 from ...stages.program import StageProgram
 from .layer_groups import Group
-from .loss_graph import LossGraph
+from .prepared import LossGraph
 from .timing import time_on
 
 _WARMUP_ROUNDS = 2

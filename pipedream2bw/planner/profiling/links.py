@@ -15,8 +15,7 @@ from ...ranks.deadline import Deadline
 from ...ranks.device_groups import go_over_hosts
 from ...ranks.device_rings import ChannelEnds, make_device_ring
 from ...ranks.groups import new_group
-from .profile import Profile
-from .records import ProfiledLinks
+from .profile import Profile, ProfiledLinks
 from .timing import median_seconds
 
 _SMALL_BYTES = 64

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 import math
 import os
 import platform
@@ -15,19 +17,19 @@ import torch
 from torch import nn
 
 from ...accelerator import module_of
+from ...capture.captured import values_between
 from ...capture.chain import device_type_of
 from ...capture.device_figures import DeviceFigures
 from ...checks import check_number, check_whole_number
 from ...model.fingerprint import describe_parameters
 from ...model.surroundings import plain_modes, random_state_kept
 from ...ranks.agreement import ControlPlane, join
-from .assembly import median_of, microbatch_of, shared_out
 from .engine_timing import dry_seconds_per_update_byte, seconds_per_action, seconds_per_update_byte
-from .group_timing import Measured, measure_groups
+from .group_timing import GroupTimes, Measured, measure_groups
+from .layer_groups import Group
 from .links import with_links
-from .prepared import Prepared, Subject, checked_rows
-from .profile import Profile
-from .records import ProfiledDevice
+from .prepared import LossGraph, Prepared, Subject, checked_rows
+from .profile import Edge, Kept, MicrobatchProfile, Profile, ProfiledDevice
 
 
 def profile(
@@ -130,7 +132,7 @@ def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
             )
         backward = zip(costs.backward, costs.weight_grad, strict=True)
         microbatches.append(
-            microbatch_of(
+            _microbatch_of(
                 graph,
                 forward=costs.forward,
                 input_grad=[whole - weight for whole, weight in backward],
@@ -172,13 +174,15 @@ def _measured_profile(
         action = seconds_per_action(device)
     if control.group is not None:
         everyone = control.told_by_all((measured, update, action), "profiling")
-        measured = [median_of(found) for found in zip(*(each[0] for each in everyone), strict=True)]
+        measured = [
+            _median_of(found) for found in zip(*(each[0] for each in everyone), strict=True)
+        ]
         update = {name: statistics.median(each[1][name] for each in everyone) for name in update}
         action = statistics.median(each[2] for each in everyone)
     found = prepared.profile(
         _this_device(device),
         [
-            shared_out(graph, prepared.groups, times)
+            _shared_out(graph, prepared.groups, times)
             for graph, times in zip(prepared.graphs, measured, strict=True)
         ],
         seconds_per_update_byte=update,
@@ -214,3 +218,112 @@ def _check_numbers(parallel: int, seconds: float, timeout: float) -> None:
     check_whole_number("parallel", parallel)
     check_number("seconds", seconds, below=math.inf)
     check_number("timeout", timeout, below=math.inf)
+
+
+# ---------------------------------------------------------------- the costs of layers
+
+
+def _median_of(found: Sequence[Measured]) -> Measured:
+    """The median of what several ranks measured; bytes are the same on all of them."""
+    times = {
+        like: GroupTimes(
+            *(
+                statistics.median(getattr(item.times[like], field.name) for item in found)
+                for field in dataclasses.fields(GroupTimes)
+            )
+        )
+        for like in found[0].times
+    }
+    return Measured(times, found[0].saved_bytes, found[0].kept)
+
+
+def _shared_out(graph: LossGraph, groups: Sequence[Group], measured: Measured) -> MicrobatchProfile:
+    """Divides each group's times and bytes among its layers, in proportion to nominal ones."""
+    costs = graph.captured.costs
+    forward: list[float] = []
+    input_grad: list[float] = []
+    weight_grad: list[float] = []
+    activations: list[int] = []
+    spread: list[float] = []
+    for group, saved in zip(groups, measured.saved_bytes, strict=True):
+        times = measured.times[group.like]
+        layers = slice(group.first, group.end)
+        weights = costs.weight_grad[layers]
+        inputs = [b - w for b, w in zip(costs.backward[layers], weights, strict=True)]
+        forward += _parts(times.forward, costs.forward[layers])
+        input_grad += _parts(times.input_grad, inputs)
+        weight_grad += _parts(times.weight_grad, weights)
+        activations += _whole_parts(saved, costs.saved_bytes[layers])
+        spread += [times.spread] * len(weights)
+    return _microbatch_of(
+        graph,
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        activations=activations,
+        kept=[(size, tuple(groups[i].first for i in parts)) for size, parts in measured.kept],
+        spread=spread,
+    )
+
+
+def _parts(total: float, shares: Sequence[float]) -> list[float]:
+    """``total`` divided in proportion to ``shares``; if these are 0 the last one gets all."""
+    if not any(shares):
+        return [0.0] * (len(shares) - 1) + [total]
+    return [total * share / sum(shares) for share in shares]
+
+
+def _whole_parts(total: int, shares: Sequence[int]) -> list[int]:
+    """``total`` divided like :func:`_parts`, into whole numbers whose sum is ``total``."""
+    if not any(shares):
+        return [0] * (len(shares) - 1) + [total]
+    until = [total * part // sum(shares) for part in itertools.accumulate(shares)]
+    return [end - begin for begin, end in itertools.pairwise([0, *until])]
+
+
+def _microbatch_of(
+    graph: LossGraph,
+    *,
+    forward: Sequence[float],
+    input_grad: Sequence[float],
+    weight_grad: Sequence[float],
+    activations: Sequence[int],
+    kept: Sequence[Kept],
+    spread: Sequence[float],
+) -> MicrobatchProfile:
+    """The costs of a graph's layers; those of the loss, the last one, go to the layer before."""
+    return MicrobatchProfile(
+        rows=graph.rows,
+        forward=(*forward[:-2], forward[-2] + forward[-1]),
+        input_grad=(*input_grad[:-2], input_grad[-2] + input_grad[-1]),
+        weight_grad=(*weight_grad[:-2], weight_grad[-2] + weight_grad[-1]),
+        activation_bytes=(*activations[:-2], activations[-2] + activations[-1]),
+        kept=_joined(kept, len(forward) - 2),
+        spread=tuple(spread[:-1]),
+        edges=_edges(graph),
+    )
+
+
+def _joined(kept: Sequence[Kept], last: int) -> tuple[Kept, ...]:
+    """Adds up the bytes that the same layers keep; the loss counts as layer ``last``."""
+    sizes: dict[tuple[int, ...], int] = {}
+    for size, layers in kept:
+        holders = tuple(dict.fromkeys(min(layer, last) for layer in layers))
+        if len(holders) > 1:
+            sizes[holders] = sizes.get(holders, 0) + size
+    return tuple((size, layers) for layers, size in sizes.items())
+
+
+def _edges(graph: LossGraph) -> tuple[Edge, ...]:
+    captured = graph.captured
+    *nodes, loss = captured.layer_nodes
+    sizes = captured.costs.value_bytes
+    index_of = {node: index for index, node in enumerate(nodes)}
+    last = len(nodes) - 1
+    outputs = [
+        (index_of[value], last, sizes.get(value.name, 0))
+        for value in loss.all_input_nodes
+        if index_of.get(value, last) < last
+    ]
+    edges = [(one, other, sizes.get(value, 0)) for one, other, value in values_between(nodes)]
+    return tuple(dict.fromkeys([*edges, *outputs]))

@@ -11,8 +11,7 @@ import pytest
 import pipedream2bw as pd2
 from pipedream2bw.__main__ import main
 from pipedream2bw._C import planned_schedules
-from pipedream2bw.planner.commands.plan import parse_topology
-from pipedream2bw.planner.commands.plan_report import print_plan
+from pipedream2bw.planner.commands.plan import parse_topology, print_plan
 from pipedream2bw.planner.planning.plan import Alternative
 from pipedream2bw.planner.planning.planner import SCHEDULES
 from tests.samples.plans import frozen_stage, plan_of, stage_plan

@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 import pipedream2bw as pd2
 from pipedream2bw.errors import DoesNotFit
 from pipedream2bw.planner.planning.planner import blocks_of
-from pipedream2bw.planner.profiling.profile import Profile
-from pipedream2bw.planner.profiling.records import MicrobatchProfile, ProfiledDevice, ProfiledLayer
+from pipedream2bw.planner.profiling.profile import (
+    MicrobatchProfile,
+    Profile,
+    ProfiledDevice,
+    ProfiledLayer,
+)
 from pipedream2bw.units import parse_bandwidth, parse_bytes, parse_seconds
 
 

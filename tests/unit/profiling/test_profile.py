@@ -24,9 +24,8 @@ from pipedream2bw.__main__ import main
 from pipedream2bw.model.materialize import for_capture
 from pipedream2bw.planner.profiling.layer_groups import group_layers
 from pipedream2bw.planner.profiling.links import rounds_of_pairs
-from pipedream2bw.planner.profiling.loss_graph import add_loss
-from pipedream2bw.planner.profiling.prepared import capture_finely, layer_names
-from pipedream2bw.planner.profiling.records import ProfiledLinks
+from pipedream2bw.planner.profiling.prepared import add_loss, capture_finely, layer_names
+from pipedream2bw.planner.profiling.profile import ProfiledLinks
 from tests.runs.trajectory import make_pipeline, sgd
 from tests.samples.models import TASKS
 
