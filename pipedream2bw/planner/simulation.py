@@ -14,6 +14,12 @@ from ..schedules.load import schedule_for
 from ..schedules.small_picture import timeline_html
 from .costs import PerStage, edge_costs, halves_of_backward, stage_costs
 
+_OF_STAGES = (
+    *("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update"),
+    *("activation_bytes", "input_bytes", "weight_bytes", "gradient_bytes", "state_bytes"),
+)
+_OF_EDGES = ("latency", "bandwidth", "message_bytes")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCosts:
@@ -149,28 +155,16 @@ def simulate(
         ValueError: an unknown schedule, numbers of values that do not fit, or costs that are
             negative or not finite.
     """
+    given = locals()
     made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
     check_whole_number("num_batches", num_batches)
     d = made.depth
-    input_grads, weight_grads = halves_of_backward(backward, input_grad, weight_grad, d)
-    of_stages: dict[str, PerStage] = {
-        "forward": forward,
-        "input_grad": input_grads,
-        "weight_grad": weight_grads,
-        "recompute": recompute,
-        "all_reduce": all_reduce,
-        "update": update,
-        "activation_bytes": activation_bytes,
-        "input_bytes": input_bytes,
-        "weight_bytes": weight_bytes,
-        "gradient_bytes": gradient_bytes,
-        "state_bytes": state_bytes,
-    }
-    of_edges = {"latency": latency, "bandwidth": bandwidth, "message_bytes": message_bytes}
+    halves = halves_of_backward(backward, input_grad, weight_grad, d)
+    given |= dict(zip(("input_grad", "weight_grad"), halves, strict=True))
     found = _C.simulate(
         made,
-        stage_costs(of_stages, d),
-        edge_costs(of_edges, d),
+        stage_costs({name: given[name] for name in _OF_STAGES}, d),
+        edge_costs({name: given[name] for name in _OF_EDGES}, d),
         num_batches,
         _host_costs(host_costs),
     )

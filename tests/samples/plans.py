@@ -110,12 +110,13 @@ def plan_for(
     model: Any, cuts: Sequence[str], args: Sequence[Any], *, width: int = 1, **changes: Any
 ) -> Plan:
     """Of a model whose stages begin at these layers; device k of a replica has stage k."""
+    from pipedream2bw.capture.capture import capture_finely
+    from pipedream2bw.capture.captured import names_of_layers
     from pipedream2bw.capture.chain import as_root
     from pipedream2bw.model.fingerprint import describe_parameters, fingerprint_of
-    from pipedream2bw.planner.profiling.prepared import layer_names
 
     root = as_root(model)
-    names = layer_names(root, example_args=args)
+    names = names_of_layers(capture_finely(root, (tuple(args), {}), ()))
     firsts = [0, *(names.index(cut) for cut in cuts)]
     d = len(firsts)
     devices = changes.pop("devices", [[r * d + k for r in range(width)] for k in range(d)])

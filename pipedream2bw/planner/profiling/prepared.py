@@ -196,19 +196,6 @@ def _shared_parameters(captured: Captured, root: nn.Module) -> tuple[SharedParam
     )
 
 
-def layer_names(
-    model: nn.Module | Sequence[nn.Module],
-    *,
-    example_args: Sequence[Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    replicated: Sequence[str] = (),
-) -> list[str]:
-    """The names of the layers that a profile of ``model`` has (see :meth:`Profile.check_model`)."""
-    example = (tuple(example_args), dict(example_kwargs or {}))
-    with for_capture(as_root(model), example) as (root, (args, kwargs)):
-        return names_of_layers(capture_finely(root, (args, kwargs), replicated))
-
-
 # ---------------------------------------------------------------- the loss
 
 

@@ -269,29 +269,20 @@ class Profile(Document):
         """Dtypes of the parameters that are not frozen, like "torch.float32"."""
         return {line.rpartition(" ")[2] for line in self.parameters if not line.endswith(" frozen")}
 
-    def check_model(
-        self, model: nn.Module | Sequence[nn.Module], layers: Sequence[str] | None = None
-    ) -> None:
-        """Checks that a model has the parameters, and the layers, of the profiled one.
+    def check_model(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        """Checks that a model has the parameters of the profiled one; a plan checks its layers.
 
         Args:
             model: what a pipeline is to be made of.
-            layers: what ``layer_names`` gives for it; not compared if None.
 
         Raises:
             ValueError: the first difference, with what the model and the profile have there.
         """
-        compared: list[tuple[str, Sequence[str], Sequence[str]]] = [
-            ("parameter", describe_parameters(as_root(model)), self.parameters)
-        ]
-        if layers is not None:
-            compared.append(("layer", layers, [layer.name for layer in self.layers]))
-        for what, given, profiled in compared:
-            for index, (mine, theirs) in enumerate(
-                itertools.zip_longest(given, profiled, fillvalue="none")
-            ):
-                if mine != theirs:
-                    raise ValueError(
-                        f"profile of another model ({self.model_name}): {what} {index} is "
-                        f"{mine} in the model, {theirs} in the profile"
-                    )
+        given = describe_parameters(as_root(model))
+        pairs = itertools.zip_longest(given, self.parameters, fillvalue="none")
+        for index, (mine, theirs) in enumerate(pairs):
+            if mine != theirs:
+                raise ValueError(
+                    f"profile of another model ({self.model_name}): parameter {index} is {mine} in "
+                    f"the model, {theirs} in the profile"
+                )
