@@ -36,10 +36,6 @@ from .model.random_numbers import reference_random
 from .optimizer.loss_scale import LossScale
 from .optimizer.optimizer import PipelineOptimizer
 from .optimizer.staleness import ErrorFeedback, LearningRateDiscount, NesterovCorrection
-from .pictures.canvas import Picture
-from .pictures.text import draw_text
-from .pictures.timeline import draw_timeline
-from .pictures.trace import read_events, write_events, write_trace
 from .pipeline.module import PipelineModule
 from .runtime.extension import Extension, HeldBytes, Update
 from .runtime.lazy_numbers import Loss
@@ -62,6 +58,14 @@ if TYPE_CHECKING:
         fastest_v_schedule,
         ok_topk_hook,
         traffic_report,
+    )
+    from .pictures import (
+        Picture,
+        draw_text,
+        draw_timeline,
+        read_events,
+        write_events,
+        write_trace,
     )
     from .planner import (
         Alternative,
@@ -151,9 +155,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Loads the planner and the extras when one of their names is first asked for."""
+    """Loads pictures, planner and extras when one of their names is first asked for."""
     if name in __all__:
-        for house in ("planner", "extras"):
+        for house in ("pictures", "planner", "extras"):
             module = importlib.import_module(f".{house}", __name__)
             if name in module.__all__:
                 return getattr(module, name)

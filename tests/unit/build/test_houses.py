@@ -1,4 +1,4 @@
-"""The core is one house; the planner and the extras are loaded when a script asks for them."""
+"""The core is one house; planner, extras and pictures are loaded when a script asks for them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import typing
 import pytest
 
 import pipedream2bw as pd2
-from pipedream2bw import extras, planner
+from pipedream2bw import extras, pictures, planner
 
 LOADED = """
-houses = ("pipedream2bw.planner", "pipedream2bw.extras")
+houses = ("pipedream2bw.planner", "pipedream2bw.extras", "pipedream2bw.pictures")
 print(sorted(name for name in sys.modules if name.startswith(houses)))
 """
 
@@ -26,7 +26,7 @@ def loaded_after(code: str) -> list[str]:
     return modules
 
 
-def test_neither_is_loaded_by_the_core_and_a_training() -> None:
+def test_none_is_loaded_by_the_core_and_a_training() -> None:
     training = """
 model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
 x = torch.ones(4, 2)
@@ -44,6 +44,7 @@ pipe.close()
 def test_a_name_loads_its_house() -> None:
     assert "pipedream2bw.planner.planning.planner" in loaded_after("pd2.plan")
     assert "pipedream2bw.extras.traffic" in loaded_after("pd2.TrafficReport")
+    assert "pipedream2bw.pictures.timeline" in loaded_after("pd2.draw_timeline")
 
 
 def test_lazy_names_are_listed_and_stand_for_types() -> None:
@@ -52,7 +53,7 @@ def test_lazy_names_are_listed_and_stand_for_types() -> None:
 
 
 def test_every_name_of_a_house_is_public() -> None:
-    for house in (planner, extras):
+    for house in (planner, extras, pictures):
         assert set(house.__all__) < set(pd2.__all__)
         for name in house.__all__:
             assert getattr(pd2, name) is getattr(house, name)

@@ -313,6 +313,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
             raise ModuleNotFoundError(f"No module named {name!r}")
         return importlib.__import__(name, *rest)
 
+    draw_timeline = pd2.draw_timeline  # imports what it is in
     monkeypatch.setattr(importlib, "import_module", no_matplotlib)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        pd2.draw_timeline(of_two_stages(0, 0, 0.0), tmp_path / "timeline.png")
+        draw_timeline(of_two_stages(0, 0, 0.0), tmp_path / "timeline.png")
