@@ -12,6 +12,49 @@ namespace {
 // Keeps the sum of everything below 2^61.
 constexpr int kSumBits = 60;
 
+void check_layers(const std::vector<LayerCost>& layers) {
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const LayerCost& layer = layers[i];
+    for (const auto& [field, amount] : kLayerCosts) {
+      check_amount(layer.*amount, "layers[", i, "].", field);
+    }
+    PD2_CHECK(layer.trained_bytes <= layer.parameter_bytes, "layers[", i,
+              "].trained_bytes: ", layer.trained_bytes,
+              ", parameter_bytes: ", layer.parameter_bytes,
+              ": trained bytes are a part of the parameters'");
+  }
+}
+
+void check_edges(const std::vector<Edge>& edges, int num_layers) {
+  for (std::size_t i = 0; i < edges.size(); ++i) {
+    const Edge& edge = edges[i];
+    for (const int layer : {edge.producer, edge.consumer}) {
+      PD2_CHECK(layer >= 0 && layer < num_layers, "edge ", i, " (", edge.producer, " -> ",
+                edge.consumer, "): layer: ", layer, ", layers: ", num_layers,
+                ": an edge joins two layers that exist");
+    }
+    PD2_CHECK(edge.producer < edge.consumer, "edge ", i, ": producer: ", edge.producer,
+              ", consumer: ", edge.consumer, ": a producer must come before its consumer");
+    PD2_CHECK(edge.bytes >= 0, "edge ", i, " (", edge.producer, " -> ", edge.consumer,
+              "): bytes: ", edge.bytes, ": bytes must be >= 0");
+  }
+}
+
+void check_values(const std::vector<Value>& values, int num_layers) {
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const Value& value = values[i];
+    for (const auto& [field, amount] : kValueCosts) {
+      check_amount(value.*amount, "values[", i, "].", field);
+    }
+    for (const int consumer : value.consumers) {
+      PD2_CHECK(0 <= value.producer && value.producer < consumer && consumer < num_layers,
+                "values[", i, "]: producer: ", value.producer, ", consumer: ", consumer,
+                ", layers: ", num_layers,
+                ": a producer comes before its consumers, and all are layers");
+    }
+  }
+}
+
 void check_stages(const std::vector<StageMemoryRule>& stages) {
   for (std::size_t k = 0; k < stages.size(); ++k) {
     const StageMemoryRule& rule = stages[k];
@@ -45,9 +88,9 @@ void check(const StageSplitProblem& problem) {
     PD2_CHECK(allowed >= d - 1, "stages: ", d, ", allowed cuts: ", allowed,
               ": needs stages - 1 = ", d - 1, " allowed cuts");
   }
-  check_layers("", problem.layers);
-  check_edges("", problem.edges, static_cast<int>(n));
-  check_values("", problem.values, static_cast<int>(n));
+  check_layers(problem.layers);
+  check_edges(problem.edges, static_cast<int>(n));
+  check_values(problem.values, static_cast<int>(n));
   check_stages(problem.stages);
   check_amount(problem.seconds_per_byte, "seconds_per_byte");
   check_amount(problem.seconds_per_value, "seconds_per_value");
@@ -83,49 +126,6 @@ std::vector<Value> all_values(const StageSplitProblem& problem) {
 }
 
 }  // namespace
-
-void check_layers(const std::string& where, const std::vector<LayerCost>& layers) {
-  for (std::size_t i = 0; i < layers.size(); ++i) {
-    const LayerCost& layer = layers[i];
-    for (const auto& [field, amount] : kLayerCosts) {
-      check_amount(layer.*amount, where, "layers[", i, "].", field);
-    }
-    PD2_CHECK(layer.trained_bytes <= layer.parameter_bytes, where, "layers[", i,
-              "].trained_bytes: ", layer.trained_bytes,
-              ", parameter_bytes: ", layer.parameter_bytes,
-              ": trained bytes are a part of the parameters'");
-  }
-}
-
-void check_edges(const std::string& where, const std::vector<Edge>& edges, int num_layers) {
-  for (std::size_t i = 0; i < edges.size(); ++i) {
-    const Edge& edge = edges[i];
-    for (const int layer : {edge.producer, edge.consumer}) {
-      PD2_CHECK(layer >= 0 && layer < num_layers, where, "edge ", i, " (", edge.producer, " -> ",
-                edge.consumer, "): layer: ", layer, ", layers: ", num_layers,
-                ": an edge joins two layers that exist");
-    }
-    PD2_CHECK(edge.producer < edge.consumer, where, "edge ", i, ": producer: ", edge.producer,
-              ", consumer: ", edge.consumer, ": a producer must come before its consumer");
-    PD2_CHECK(edge.bytes >= 0, where, "edge ", i, " (", edge.producer, " -> ", edge.consumer,
-              "): bytes: ", edge.bytes, ": bytes must be >= 0");
-  }
-}
-
-void check_values(const std::string& where, const std::vector<Value>& values, int num_layers) {
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const Value& value = values[i];
-    for (const auto& [field, amount] : kValueCosts) {
-      check_amount(value.*amount, where, "values[", i, "].", field);
-    }
-    for (const int consumer : value.consumers) {
-      PD2_CHECK(0 <= value.producer && value.producer < consumer && consumer < num_layers, where,
-                "values[", i, "]: producer: ", value.producer, ", consumer: ", consumer,
-                ", layers: ", num_layers,
-                ": a producer comes before its consumers, and all are layers");
-    }
-  }
-}
 
 SplitCosts::SplitCosts(const StageSplitProblem& problem) : rules_(problem.stages) {
   check(problem);

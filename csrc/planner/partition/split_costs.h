@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -16,12 +15,6 @@ namespace pd2 {
 // Seconds as integers: sums are exact and equal sums compare equal, which breaking ties needs.
 using Cost = std::int64_t;
 inline constexpr Cost kInfiniteCost = std::numeric_limits<Cost>::max() / 4;
-
-// Throws ValueError naming the first field that is negative, not finite or of no layer. `where` is
-// written before its name.
-void check_layers(const std::string& where, const std::vector<LayerCost>& layers);
-void check_edges(const std::string& where, const std::vector<Edge>& edges, int num_layers);
-void check_values(const std::string& where, const std::vector<Value>& values, int num_layers);
 
 // Bytes that come from earlier stages, or that earlier stages have, too.
 struct Received {

@@ -1,13 +1,262 @@
 #include "planner/partition/stage_split.h"
 
 #include "core/check.h"
-#include "planner/partition/stage_rows.h"
+#include "core/infinity.h"
+#include "planner/partition/split_costs.h"
 
 #include <algorithm>
 #include <bit>
+#include <cstdint>
+#include <numeric>
+#include <ranges>
 
 namespace pd2 {
 namespace {
+
+// ---------------------------------------------------------------- memory
+
+// Memory alone. Of a given first piece a stage's bytes never shrink with its end, since values that
+// have entered stay; of a given end they may grow with the first piece, since fewer values enter a
+// longer stage.
+struct MemoryFit {
+  // [k][a]: the farthest end of stage k that begins at piece a; a itself if none fits.
+  std::vector<std::vector<int>> farthest;
+  // [k][a]: may stage k begin at a, so that it and the stages after it fit. k = num_stages: only
+  // after the last piece.
+  std::vector<std::vector<char>> may_begin;
+  // The smallest bytes above its limit of any stage whose end is one past the farthest.
+  double next_bytes = 0;
+
+  bool fits() const { return may_begin[0][0]; }
+};
+
+// The bytes that stages from one first piece on receive, by end, computed as far as asked for.
+class ReceivedByEnd {
+ public:
+  ReceivedByEnd(const SplitCosts& costs, int first) : costs_(costs), first_(first), received_(1) {}
+
+  const Received& by(int end) {
+    while (first_ + static_cast<int>(received_.size()) <= end) {
+      costs_.extend(messages_, first_, first_ + static_cast<int>(received_.size()) - 1);
+      received_.push_back(messages_.received);
+    }
+    return received_[end - first_];
+  }
+
+ private:
+  const SplitCosts& costs_;
+  int first_;
+  Messages messages_;
+  std::vector<Received> received_;
+};
+
+// Finds the farthest end of the stages k that begin where stages 0 .. k - 1 can end.
+void find_farthest(const SplitCosts& costs, const std::vector<double>& limits, MemoryFit& fit) {
+  const int n = costs.num_pieces();
+  const int d = costs.num_stages();
+  std::vector<ReceivedByEnd> received;
+  for (int a = 0; a < n; ++a) received.emplace_back(costs, a);
+  int reached = 0;
+  for (int k = 0; k < d; ++k) {
+    const StageMemoryRule& rule = costs.rule(k);
+    const bool counts_received = costs.counts_received(rule);
+    const int last = std::min(reached, n - (d - k));
+    for (int a = k; a <= last; ++a) {
+      int& farthest = fit.farthest[k][a];
+      if (costs.bytes(rule, a, n, costs.crossing(a)) <= limits[k]) {
+        farthest = n;
+      } else {
+        // First without what is received: that takes time to find.
+        const auto fits = [&](int end) {
+          if (costs.bytes(rule, a, end, {}) > limits[k]) return false;
+          return !counts_received || costs.bytes(rule, a, end, received[a].by(end)) <= limits[k];
+        };
+        farthest = *std::ranges::partition_point(std::views::iota(a + 1, n + 1), fits) - 1;
+        const Received more = counts_received ? received[a].by(farthest + 1) : Received{};
+        fit.next_bytes = std::min(fit.next_bytes, costs.bytes(rule, a, farthest + 1, more));
+      }
+      reached = std::max(reached, farthest);
+    }
+  }
+}
+
+// limits: bytes by stage.
+MemoryFit fit_memory(const SplitCosts& costs, const std::vector<double>& limits) {
+  const int n = costs.num_pieces();
+  const int d = costs.num_stages();
+  MemoryFit fit;
+  std::vector<int> nowhere(n);
+  std::iota(nowhere.begin(), nowhere.end(), 0);
+  fit.farthest.assign(d, nowhere);
+  fit.may_begin.assign(d + 1, std::vector<char>(n + 1, false));
+  fit.next_bytes = kInfinity;
+  find_farthest(costs, limits, fit);
+  fit.may_begin[d][n] = true;
+  for (int k = d - 1; k >= 0; --k) {
+    int next = n + 1;  // the nearest position at which stage k + 1 may begin
+    for (int a = n - 1; a >= 0; --a) {
+      if (fit.may_begin[k + 1][a + 1]) next = a + 1;
+      fit.may_begin[k][a] = next <= fit.farthest[k][a];
+    }
+  }
+  return fit;
+}
+
+// ---------------------------------------------------------------- stages as bits
+
+// Positions 0 .. n as bits, 64 in a word.
+using Positions = std::vector<std::uint64_t>;
+
+bool has(const Positions& positions, int i) { return positions[i / 64] >> (i % 64) & 1; }
+void add(Positions& positions, int i) { positions[i / 64] |= std::uint64_t{1} << (i % 64); }
+
+// For a search between two limits, `low`, below which no split is, and `high`, which one achieves.
+// Looks at every stage whose compute alone is at most `high`. Keeps a row for each first piece: the
+// words of positions that hold its ends, with one bit for each end (and each slowness).
+class StageRows {
+ public:
+  // A stage that costs low .. high.
+  struct Pending {
+    Cost cost = 0;
+    int slowness = 0;
+    int first = 0;
+    int end = 0;
+  };
+
+  // Has the bits of stages below `low`; those of low .. high become `pending`.
+  StageRows(const SplitCosts& costs, const MemoryFit& memory, Cost low, Cost high)
+      : costs_(costs), memory_(memory), bits_(costs.slownesses().size()) {
+    const int n = costs.num_pieces();
+    const double fastest = *std::min_element(costs.slownesses().begin(), costs.slownesses().end());
+    int end = 0;
+    for (int a = 0; a < n; ++a) {
+      end = std::max(end, a);
+      while (end < n && costs.compute(fastest, a, end + 1) <= high) ++end;
+      int within = a;  // the memory of any stage
+      for (const std::vector<int>& farthest : memory.farthest) {
+        within = std::max(within, farthest[a]);
+      }
+      reach_.push_back(end);
+      row_end_.push_back(std::min(end, within));
+      add_row(a, low, high);
+    }
+  }
+
+  std::vector<Pending> pending;
+
+  void set(const Pending& stage, bool value) {
+    const std::uint64_t bit = std::uint64_t{1} << (stage.end % 64);
+    std::uint64_t& bits = bits_[stage.slowness][index(stage.first, stage.end / 64)];
+    bits = value ? bits | bit : bits & ~bit;
+  }
+
+  // The words that may have ends of a stage k which begins at `first`: none if the last one is
+  // before the first one.
+  int first_word(int first) const { return (first + 1) / 64; }
+  int last_word(int k, int first) const {
+    const int last = std::min(row_end_[first], memory_.farthest[k][first]);
+    return last > first ? last / 64 : first_word(first) - 1;
+  }
+
+  // The ends of a word that have their bit set and are within the memory of stage k.
+  std::uint64_t ends(int k, int first, int word) const {
+    const std::uint64_t bits = bits_[costs_.slowness_of(k)][index(first, word)];
+    const int more = memory_.farthest[k][first] - 64 * word;  // ends of the word beyond its first
+    return more >= 63 ? bits : bits & ~(~std::uint64_t{1} << more);
+  }
+
+  bool allows(int k, int first, int end) const {
+    return end > first && end / 64 <= last_word(k, first) &&
+           (ends(k, first, end / 64) >> (end % 64) & 1);
+  }
+
+  // The first piece from which a stage, by its compute, may reach the position.
+  int first_that_reaches(int position) const {
+    return static_cast<int>(std::ranges::lower_bound(reach_, position) - reach_.begin());
+  }
+
+  // Whether one of the positions is an allowed end.
+  bool meets(int k, int first, const Positions& positions) const {
+    for (int word = first_word(first); word <= last_word(k, first); ++word) {
+      if (ends(k, first, word) & positions[word]) return true;
+    }
+    return false;
+  }
+
+  // Adds all ends that are allowed to the positions.
+  void add_ends(int k, int first, Positions& positions) const {
+    for (int word = first_word(first); word <= last_word(k, first); ++word) {
+      positions[word] |= ends(k, first, word);
+    }
+  }
+
+  // The farthest end that was looked at.
+  int last_end(int first) const { return row_end_[first]; }
+
+ private:
+  void add_row(int first, Cost low, Cost high) {
+    const int end = row_end_[first];
+    row_begin_.push_back(bits_.front().size());
+    if (end == first) return;
+    for (auto& bits : bits_) bits.resize(row_begin_[first] + (end / 64 - first_word(first) + 1), 0);
+    Messages messages;
+    for (int b = first + 1; b <= end; ++b) {
+      costs_.extend(messages, first, b - 1);
+      for (int s = 0; s < static_cast<int>(bits_.size()); ++s) {
+        const Cost cost = costs_.compute(costs_.slownesses()[s], first, b) + messages.cost();
+        if (cost < low) {
+          set({cost, s, first, b}, true);
+        } else if (cost <= high) {
+          pending.push_back({cost, s, first, b});
+        }
+      }
+    }
+  }
+
+  std::size_t index(int first, int word) const {
+    return row_begin_[first] + static_cast<std::size_t>(word - first_word(first));
+  }
+
+  const SplitCosts& costs_;
+  const MemoryFit& memory_;
+  std::vector<int> reach_;              // by first piece: the farthest end by compute, increasing
+  std::vector<int> row_end_;            // by first piece: the farthest end looked at
+  std::vector<std::size_t> row_begin_;  // by first piece: where its words begin
+  std::vector<std::vector<std::uint64_t>> bits_;  // by slowness
+};
+
+// [k]: from where stages k .. d - 1 can cover the rest, all of them allowed. For k > 0 left out:
+// positions that no stages 0 .. k - 1 of at most `limit` reach.
+std::vector<Positions> coverable(const SplitCosts& costs, const StageRows& rows, Cost limit) {
+  const int n = costs.num_pieces();
+  const int d = costs.num_stages();
+  // The last position that stages 0 .. k - 1 may reach by their compute. The margin is for what
+  // rounding a product with the slowness took away.
+  std::vector<int> reached(d, 0);
+  double capacity = 0;
+  for (int k = 1; k < d; ++k) {
+    capacity += (static_cast<double>(limit) + 1) / costs.rule(k - 1).slowness * (1 + 1e-9);
+    int& last = reached[k] = reached[k - 1];
+    while (last < n && static_cast<double>(costs.compute(0, last + 1)) <= capacity) ++last;
+  }
+
+  std::vector<Positions> from(d + 1, Positions(n / 64 + 1, 0));
+  add(from[d], n);
+  int next = n;  // the first position of from[k + 1]
+  for (int k = d - 1; k >= 0; --k) {
+    const int last = std::min(reached[k], n - (d - k));
+    int first = n;
+    for (int a = std::max(k, rows.first_that_reaches(next)); a <= last; ++a) {
+      if (!rows.meets(k, a, from[k + 1])) continue;
+      add(from[k], a);
+      first = std::min(first, a);
+    }
+    next = first;
+  }
+  return from;
+}
+
+// ---------------------------------------------------------------- the split
 
 // No split's slowest stage takes less: every piece is on some stage, and all share the whole.
 Cost lower_bound(const SplitCosts& costs) {
@@ -203,6 +452,40 @@ std::optional<StageSplit> split_stages(const StageSplitProblem& problem) {
   }
   split.slowest = costs.seconds(slowest);
   return split;
+}
+
+double smallest_memory_limit(const StageSplitProblem& problem) {
+  const SplitCosts costs(problem);
+  const int d = costs.num_stages();
+  const auto fit_with = [&](double limit) {
+    return fit_memory(costs, std::vector<double>(d, limit));
+  };
+  // The bytes of the largest stage of some split that fits.
+  const auto taken = [&](const MemoryFit& fit) {
+    double most = 0;
+    for (int k = 0, a = 0; k < d; ++k) {
+      int end = a + 1;
+      while (!fit.may_begin[k + 1][end]) ++end;
+      most = std::max(most, costs.bytes(costs.rule(k), a, end, costs.messages(a, end).received));
+      a = end;
+    }
+    return most;
+  };
+
+  // Nothing fits below `low`, and `high` does.
+  double low = 0;
+  double high = taken(fit_with(kInfinity));
+  while (low < high) {
+    double middle = low + (high - low) / 2;
+    if (middle >= high) middle = low;  // neighbours
+    const MemoryFit fit = fit_with(middle);
+    if (fit.fits()) {
+      high = taken(fit);
+    } else {
+      low = fit.next_bytes;
+    }
+  }
+  return high;
 }
 
 }  // namespace pd2

@@ -74,6 +74,12 @@ struct StageMemoryRule {
                            // microbatches in flight, else 0
   double limit = kInfinity;  // bytes
   double slowness = 1;       // multiplies the compute seconds: the stage's type of device
+
+  // Of a stage with this sum of its layers, `inputs` apart.
+  double bytes(const LayerCost& sum) const {
+    return trained * sum.trained_bytes + frozen * (sum.parameter_bytes - sum.trained_bytes) +
+           activations * sum.activation_bytes;
+  }
 };
 
 // A value that enters a stage is paid for by that stage once, and one that leaves it is paid for

@@ -225,10 +225,11 @@ std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappin
 }
 
 Bounds::Bounds(const PlanProblem& problem)
-    : problem_(problem), best_link_(best_link(problem.cluster.topology)) {
+    : problem_(problem),
+      least_slowness_(problem.cluster.least_slowness()),
+      best_link_(best_link(problem.cluster.topology)) {
   const ProfiledModel& model = problem.model;
   const std::vector<DeviceType>& types = problem.cluster.types;
-  least_slowness_ = std::ranges::min_element(types, {}, &DeviceType::slowness)->slowness;
   most_slowness_ = std::ranges::max_element(types, {}, &DeviceType::slowness)->slowness;
   for (const ProfiledRows& profiled : model.microbatches) {
     Totals totals;
@@ -265,8 +266,7 @@ double Bounds::seconds(const Candidate& candidate, double speed) const {
   double least = shape.method->is_flushed() ? (busy + all_reduce / most_slowness_) / speed
                                             : std::max(busy / speed, all_reduce / shape.ranks);
   const double layer = again ? totals.slowest_recomputed : totals.slowest_layer;
-  least =
-      std::max(least, least_slowness_ * m * layer * (shape.method->is_bidirectional() ? 0.5 : 1));
+  least = std::max(least, least_slowness_ * shape.microbatches_of_copy() * layer);
   return 0.999'999 * std::max(least, by_way(candidate, totals));
 }
 

@@ -1,6 +1,5 @@
 #include "planner/plan/cluster.h"
 
-#include "core/check.h"
 #include "core/infinity.h"
 
 #include <algorithm>
@@ -54,44 +53,6 @@ Link best(const LinkMatrix& matrix) {
   return matrix.num_devices > 1 ? best : Link{};
 }
 
-void check(const std::string& name, const Link& link) {
-  PD2_CHECK(std::isfinite(link.latency) && link.latency >= 0, name, ".latency: ", link.latency,
-            " seconds: it must be >= 0 and finite");
-  PD2_CHECK(link.bandwidth > 0, name, ".bandwidth: ", link.bandwidth,
-            " bytes per second: it must be > 0");
-}
-
-void check_fits(const Servers& servers, int) {
-  PD2_CHECK(servers.devices_per_server >= 1, "devices_per_server: ", servers.devices_per_server,
-            ": it must be >= 1");
-  check("inside", servers.inside);
-  check("outside", servers.outside);
-}
-
-void check_fits(const Mesh& mesh, int num_devices) {
-  PD2_CHECK(mesh.rows >= 1 && mesh.columns >= 1, "rows: ", mesh.rows, ", columns: ", mesh.columns,
-            ": both must be >= 1");
-  PD2_CHECK(std::int64_t{mesh.rows} * mesh.columns == num_devices, "rows: ", mesh.rows,
-            ", columns: ", mesh.columns, ", devices: ", num_devices,
-            ": rows * columns must be the number of devices");
-  check("row", mesh.row);
-  check("column", mesh.column);
-}
-
-void check_fits(const LinkMatrix& matrix, int num_devices) {
-  PD2_CHECK(matrix.num_devices == num_devices &&
-                matrix.links.size() == std::size_t(num_devices) * num_devices,
-            "links: ", matrix.links.size(), ", devices: ", num_devices,
-            ": one for each two devices, in both directions");
-  for (int a = 0; a < num_devices; ++a) {
-    for (int b = 0; b < num_devices; ++b) {
-      if (a == b) continue;
-      check(detail::concat("links[", a, "][", b, "]"),
-            matrix.links[std::size_t(a) * num_devices + b]);
-    }
-  }
-}
-
 // The price of one device from now to any hour.
 class PaidUntil {
  public:
@@ -137,19 +98,6 @@ Link link_between(const Topology& topology, int a, int b) {
 
 Link best_link(const Topology& topology) {
   return std::visit([](const auto& each) { return best(each); }, topology);
-}
-
-void check(const Cluster& cluster) {
-  PD2_CHECK(cluster.num_devices() >= 1, "devices: 0: a plan needs devices >= 1");
-  for (const int type : cluster.type_of) {
-    PD2_CHECK(type >= 0 && type < static_cast<int>(cluster.types.size()), "device type: ", type,
-              ", types: ", cluster.types.size(), ": there must be one of that number");
-  }
-  for (const DeviceType& type : cluster.types) {
-    PD2_CHECK(std::isfinite(type.slowness) && type.slowness > 0, "device type ", type.name,
-              ": slowness: ", type.slowness, ": it must be > 0 and finite");
-  }
-  std::visit([&](const auto& each) { check_fits(each, cluster.num_devices()); }, cluster.topology);
 }
 
 double all_reduce_seconds(const Cluster& cluster, int n, std::span<const Link> links,

@@ -4,6 +4,7 @@
 
 #include "core/infinity.h"
 
+#include <algorithm>
 #include <span>
 #include <string>
 #include <variant>
@@ -76,10 +77,10 @@ struct Cluster {
 
   int num_devices() const { return static_cast<int>(type_of.size()); }
   const DeviceType& type(int device) const { return types[type_of[device]]; }
+  double least_slowness() const {
+    return std::ranges::min_element(types, {}, &DeviceType::slowness)->slowness;
+  }
 };
-
-// Throws ValueError naming the field, the rule and the value.
-void check(const Cluster& cluster);
 
 // Seconds in which n devices, a ring of these links, add up `bytes` each: 2 (n - 1) steps of
 // bytes / n over the slowest link. With measured times of n ranks: on the line through the two

@@ -75,14 +75,14 @@ StageSplitProblem StageDraft::split_problem(std::vector<StageMemoryRule> rules) 
 double StageDraft::least_seconds(const LayerCost& before, const LayerCost& stage,
                                  double slowness) const {
   const ScheduleMethod& method = *shape.method;
-  const double m = shape.num_microbatches * (method.is_bidirectional() ? 0.5 : 1);
+  const double m = shape.microbatches_of_copy();
   const double halves = stage.forward + stage.input_grad;
   const double work =
       m * slowness * (halves + stage.weight_grad + (recomputes_stages() ? stage.forward : 0));
   if (!method.is_flushed() || method.is_bidirectional() || method.has_chunks) return work;
-  const double way = least_slowness * (before.forward + before.input_grad);
+  const double way = problem.cluster.least_slowness() * (before.forward + before.input_grad);
   if (method.is_split) return std::max(work, way + m * slowness * halves);
-  return way + least_slowness * before.weight_grad + work;
+  return way + problem.cluster.least_slowness() * before.weight_grad + work;
 }
 
 // Compares what all ranks hold with all of their memory, where ranks hold several stages. It counts
@@ -115,9 +115,7 @@ int StageDraft::furthest_end(const StageMemoryRule& rule, int first, int sharing
   int reached = first;
   for (int end = first + 1; end <= n; ++end) {
     const LayerCost sum = sums.of(first, end);
-    double bytes = inputs + rule.trained * sum.trained_bytes +
-                   rule.frozen * (sum.parameter_bytes - sum.trained_bytes) +
-                   rule.activations * sum.activation_bytes;
+    double bytes = inputs + rule.bytes(sum);
     double least = least_seconds(before, sum, rule.slowness);
     if (chooses_blocks && bytes > sharing * rule.limit) {
       // At the least seconds per byte that any block saves.

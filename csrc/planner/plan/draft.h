@@ -5,7 +5,6 @@
 #include "planner/plan/candidates.h"
 #include "planner/plan/sums.h"
 
-#include <algorithm>
 #include <vector>
 
 namespace pd2 {
@@ -54,8 +53,6 @@ struct StageDraft {
   const StageHolders& holders;
   const PipelineShape& shape = candidate.shape;
   const ProfiledRows& profiled = problem.model.microbatches[candidate.size];
-  double least_slowness =
-      std::ranges::min_element(problem.cluster.types, {}, &DeviceType::slowness)->slowness;
   ChosenStages chosen = {};
   double seconds_per_byte = 0;  // of a mean message
   double seconds_per_value = 0;

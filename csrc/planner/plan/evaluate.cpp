@@ -18,11 +18,10 @@ constexpr double kMostSaved = 2;
 double seconds_of_slowest(const PipelineShape& shape, const ChosenStages& stages) {
   double slowest = 0;
   for (const PlannedStage& stage : stages.stages) {
-    slowest = std::max(slowest, work_of(stage.costs));
+    slowest = std::max(slowest, stage.costs.work());
   }
   // The split is exact up to rounding.
-  return 0.999'999 * slowest * shape.num_microbatches *
-         (shape.method->is_bidirectional() ? 0.5 : 1);
+  return 0.999'999 * slowest * shape.microbatches_of_copy();
 }
 
 // Of replicas with different numbers of microbatches: each one's pipeline, of those that are alike
@@ -72,11 +71,7 @@ Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double sec
 }
 
 Evaluator::Evaluator(const PlanProblem& problem, const DeviceMappings& mappings)
-    : problem_(problem),
-      mappings_(mappings),
-      bounds_(problem),
-      chooser_(problem, mappings),
-      refiner_(problem, chooser_) {}
+    : problem_(problem), mappings_(mappings), bounds_(problem), chooser_(problem, mappings) {}
 
 double Evaluator::score(const Candidate& candidate, const DeviceGrid& devices,
                         double seconds) const {
@@ -105,7 +100,7 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
       return std::nullopt;
     }
     plans.push_back(placed(candidate, std::move(stages), links));
-    is_refined = is_refined || refiner_.may_refine(plans.back(), links);
+    is_refined = is_refined || may_refine(plans.back(), links);
   }
   if (is_refined && !is_matrix) {
     double least = kInfinity;
@@ -114,7 +109,7 @@ std::optional<Evaluation> Evaluator::evaluate(const Candidate& candidate, double
     }
     is_refined = score(candidate, devices, least / kMostSaved) < worth;
   }
-  if (is_refined) refiner_.refine(plans, holders);
+  if (is_refined) refine(plans, holders);
   std::optional<Evaluation> best;
   for (Evaluation& plan : plans) {
     const double least = least_seconds(plan);

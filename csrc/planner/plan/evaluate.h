@@ -15,48 +15,20 @@ namespace pd2 {
 // nothing.
 Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double seconds_per_row);
 
-// Looks for better cuts of a candidate whose devices, and so whose links, are known.
-//
-// Where messages count tries splits that suit the links between the plan's devices, the best of
-// them with devices of its own; then moves cuts of the best few plans as long as that saves time.
-class Refiner {
- public:
-  // Both must outlive it.
-  Refiner(const PlanProblem& problem, const StageChooser& chooser)
-      : problem_(problem), chooser_(chooser) {}
-
-  // Whether other cuts may be better than the placed plan's: no blocks are recomputed, the model
-  // has kMostPiecesForRanks pieces at most, and messages or the sum over replicas may take more
-  // than kFreeMessage of the mean stage's work, or a batch that is flushed is short and simulated
-  // soon, or ranks of a V wait for each other.
-  bool may_refine(const Evaluation& plan, GridLinks& links) const;
-
-  // Replaces placed plans of one candidate by the best that are found.
-  void refine(std::vector<Evaluation>& plans, const StageHolders& holders) const;
-
- private:
-  bool has_exposed_message(const Evaluation& plan, GridLinks& links) const;
-  void move_cuts(Evaluation& plan, const StageHolders& holders, int num_tries,
-                 const std::function<double(const Evaluation&)>& seconds) const;
-
-  const PlanProblem& problem_;
-  const StageChooser& chooser_;
-};
-
 // Evaluates candidates of one problem, which must outlive it. The rules, in order:
 //
 //   stages   as StageChooser says; of several splits the one whose score is best
 //   devices  the mapping's; with a measured matrix the best mapping by period_by_formula(), or the
 //            mapping's if that takes less time in the end
-//   again    other cuts, as Refiner says. Not if the time by formula is twice what it must be
-//            below, or more
+//   again    where messages count splits that suit the links between the plan's devices, the best
+//            of them with devices of its own; then cuts of the best few plans are moved as long as
+//            that saves time. Not if the time by formula is twice what it must be below, or more
 //   time     step_time(); of several replicas, each hop is as slow as the slowest one's, and with
 //            different numbers of microbatches the one counts that takes longest. Never less than
 //            Bounds::seconds()
 class Evaluator {
  public:
   Evaluator(const PlanProblem& problem, const DeviceMappings& mappings);
-  Evaluator(const Evaluator&) = delete;  // refiner_ has chooser_
 
   // None if it does not fit, or if it can be seen before its time is simulated that its score is
   // not below `worth`.
@@ -72,13 +44,24 @@ class Evaluator {
 
  private:
   double least_seconds(const Evaluation& plan) const;
+
+  // Whether other cuts may be better than the placed plan's: no blocks are recomputed, the model
+  // has kMostPiecesForRanks pieces at most, and messages or the sum over replicas may take more
+  // than kFreeMessage of the mean stage's work, or a batch that is flushed is short and simulated
+  // soon, or ranks of a V wait for each other.
+  bool may_refine(const Evaluation& plan, GridLinks& links) const;
+  // Replaces placed plans of one candidate by the best that are found.
+  void refine(std::vector<Evaluation>& plans, const StageHolders& holders) const;
+  bool has_exposed_message(const Evaluation& plan, GridLinks& links) const;
+  void move_cuts(Evaluation& plan, const StageHolders& holders, int num_tries,
+                 const std::function<double(const Evaluation&)>& seconds) const;
+
   void set_time(Evaluation& plan, double least) const;  // at least `least`
 
   const PlanProblem& problem_;
   const DeviceMappings& mappings_;
   Bounds bounds_;
   StageChooser chooser_;
-  Refiner refiner_;
 };
 
 }  // namespace pd2

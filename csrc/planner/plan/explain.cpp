@@ -5,7 +5,6 @@
 #include "planner/plan/plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 
 namespace pd2 {
@@ -91,21 +90,14 @@ std::string largest_part(const Evaluation& plan) {
     return detail::concat("bubbles of ", plan.candidate.shape.method->name, ": ",
                           share(parts.bubble), of_batch);
   }
-  const int stage =
-      stage_of_most(plan, [](const PlannedStage& each) { return work_of(each.costs); });
+  const int stage = stage_of_most(plan, [](const PlannedStage& each) { return each.costs.work(); });
   return detail::concat("compute of stage ", stage, " (layers ", plan.stages[stage].first, " to ",
                         plan.stages[stage].end - 1, "): ", share(parts.work), of_batch);
 }
 
-bool has_limit(const PlanProblem& problem) {
-  return std::ranges::any_of(problem.cluster.types, [](const DeviceType& type) {
-    return std::isfinite(type.memory_bytes);
-  });
-}
-
 // Names the plan that would be faster if memory were unlimited.
 std::string forbidden_by_memory(const PlanProblem& problem, const Evaluation& plan) {
-  if (problem.options.objective != Objective::kThroughput || !has_limit(problem)) return "";
+  if (problem.options.objective != Objective::kThroughput) return "";
   PlanProblem unlimited = problem;
   for (DeviceType& type : unlimited.cluster.types) {
     type.memory_bytes = kInfinity;

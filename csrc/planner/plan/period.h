@@ -36,16 +36,17 @@ double simulated_actions(const PipelineShape& shape);
 //                   mean actions as slots are idle where all take one, and 2 c of the p stages down
 double period_by_formula(const PipelineShape& shape, const Costs& costs);
 
+// Seconds that the ranks of a V take for each further microbatch while nothing drains. All repeat
+// their periods, so each action waits for others of the same microbatch or of one that is a fixed
+// number behind: this is the most seconds by microbatch around any circle of such waits. A link
+// that is busy all the time is not counted.
+double seconds_per_microbatch_of_v(const PipelineShape& shape, const Costs& costs);
+
 // Whether period_by_formula() is no estimate.
 bool has_exact_formula(const ScheduleMethod& method);
 
-// The work of a microbatch: F, I, W and what is recomputed.
-double work_of(const StageCosts& stage);
-// Of all stages that the rank holds.
+// The work of a microbatch, of all stages that the rank holds.
 double work_of_rank(const PipelineShape& shape, const Costs& costs, int rank);
-
-// From a message's start to its arrival.
-double seconds_of(const EdgeCosts& edge);
 
 struct StepTime {
   double seconds = 0;  // of a batch

@@ -24,7 +24,7 @@ int most_in_flight_of_chunk(const PipelineShape& shape, int stage) {
   const int p = shape.ranks;
   const int v = shape.stages_per_rank;
   const int chunk = stage / p;
-  const int lag = 2 * (p - 1 - stage % p) + (v - 1) * p;
+  const int lag = shape.method->lag_of(shape.sizes(), stage % p);
   const int steps = std::min(shape.num_microbatches * v, lag + 2 * p * v);
   int most = 0;
   for (int end = (chunk + 1) * p; end <= steps; end += p * v) {
@@ -142,9 +142,7 @@ int most_in_flight(const PipelineShape& shape, int stage) {
   if (method.is_bidirectional()) return std::min({d / 2, m / 2, d - stage});
   if (method.is_v()) return counts_of_v(shape).in_flight[stage];
   if (method.has_chunks) return most_in_flight_of_chunk(shape, stage);
-  if (method.keeps_whole_batch()) return m;
-  if (method.is_split) return std::min(d, m);
-  return std::min(method.is_eager() ? 2 * (d - stage) - 1 : d - stage, m);
+  return std::min(method.lag_of(shape.sizes(), stage) + most_recomputed(shape, stage), m);
 }
 
 int in_flight_with_others(const PipelineShape& shape, int stage) {
@@ -158,7 +156,7 @@ int in_flight_with_others(const PipelineShape& shape, int stage) {
 
 int most_recomputed(const PipelineShape& shape, int stage) {
   if (shape.method->is_v()) return counts_of_v(shape).recomputed[stage];
-  return shape.method->is_split ? std::min(stage + 1, shape.num_microbatches) : 1;
+  return std::min(shape.method->weight_lag_of(stage) + 1, shape.num_microbatches);
 }
 
 PlannedShape planned_shape(std::string_view name, const ScheduleSizes& sizes) {

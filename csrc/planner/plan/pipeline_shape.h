@@ -32,6 +32,11 @@ struct PipelineShape {
   int num_microbatches = 1;  // of the batch; two pipelines take half each
 
   int depth() const { return ranks * stages_per_rank; }
+  ScheduleSizes sizes() const { return {depth(), num_microbatches, stages_per_rank}; }
+  // That one copy of a stage does.
+  double microbatches_of_copy() const {
+    return num_microbatches * (method->is_bidirectional() ? 0.5 : 1);
+  }
   int num_versions() const { return method->is_flushed() ? 1 : 2; }
   int stages_sharing_a_rank() const { return method->is_bidirectional() ? 2 : stages_per_rank; }
   // Rank r holds the stages r and depth() - 1 - r: in a V, or the second as the other pipeline's.

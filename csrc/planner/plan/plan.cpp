@@ -263,7 +263,6 @@ std::vector<Evaluation> smallest_plans(const PlanProblem& problem) {
 }  // namespace
 
 std::vector<Evaluation> best_plans(const PlanProblem& problem) {
-  check(problem);
   if (problem.options.objective == Objective::kMemory) return smallest_plans(problem);
   Search search(problem);
   Best best(1 + problem.options.num_alternatives);

@@ -31,8 +31,8 @@ class DoesNotFit : public ValueError {
 // are those with the smallest peak of all that take at most 1 + slack of the least time; the best
 // one's peak is at most a thousandth above the least memory with which such a plan is found.
 //
-// Throws ValueError as check() and if no candidate's sizes fit the batch, and DoesNotFit if none
-// fits the memory: its text names the candidate that comes nearest, and what it lacks.
+// Throws ValueError if no candidate's sizes fit the batch, and DoesNotFit if none fits the memory:
+// its text names the candidate that comes nearest, and what it lacks.
 std::vector<Evaluation> best_plans(const PlanProblem& problem);
 
 // The best plan, if its score is below `worth`; with kMemory the fastest one.

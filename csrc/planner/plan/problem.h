@@ -39,10 +39,16 @@ struct ProfiledModel {
 };
 
 enum class Recompute { kNone, kStages, kBlocks };
-const char* to_string(Recompute recompute);
+inline const char* to_string(Recompute recompute) {
+  constexpr const char* kNames[] = {"none", "stages", "blocks"};
+  return kNames[static_cast<int>(recompute)];
+}
 
 enum class Objective { kThroughput, kCost, kMemory };
-const char* to_string(Objective objective);
+inline const char* to_string(Objective objective) {
+  constexpr const char* kNames[] = {"throughput", "cost", "memory"};
+  return kNames[static_cast<int>(objective)];
+}
 
 struct PlanOptions {
   int batch = 1;          // rows of all replicas, at least
@@ -75,14 +81,11 @@ struct PlanOptions {
   double reserved = 0;  // bytes of each device that are no part of its type's memory; for errors
 };
 
+// Checked in pipedream2bw/planner, by the dataclasses of profiles and clusters and by plan().
 struct PlanProblem {
   ProfiledModel model;
   Cluster cluster;
   PlanOptions options;
 };
-
-// Throws ValueError naming the field, the rule and the values, for what the dataclasses and
-// arguments of pipedream2bw/planner/planning do not rule out.
-void check(const PlanProblem& problem);
 
 }  // namespace pd2

@@ -1,8 +1,7 @@
-// Looks for better cuts of placed plans.
+// Looks for better cuts of placed plans: Evaluator::refine().
 
 #include "core/schedule/generate.h"
 #include "planner/plan/evaluate.h"
-#include "planner/plan/v_cycle.h"
 
 #include <algorithm>
 #include <iterator>
@@ -37,7 +36,7 @@ bool has_exposed_all_reduce(const Evaluation& plan) {
   double work = 0;
   for (const StageCosts& stage : plan.costs.stages) {
     longest = std::max(longest, stage.all_reduce);
-    work += work_of(stage) * plan.candidate.shape.num_microbatches;
+    work += stage.work() * plan.candidate.shape.num_microbatches;
   }
   return longest > kFreeMessage * work / plan.candidate.shape.depth();
 }
@@ -47,7 +46,7 @@ bool waits_in_a_v(const Evaluation& plan) {
   const PipelineShape& shape = plan.candidate.shape;
   if (!shape.method->is_v()) return false;
   double work = 0;
-  for (const StageCosts& stage : plan.costs.stages) work += work_of(stage);
+  for (const StageCosts& stage : plan.costs.stages) work += stage.work();
   const double each = seconds_per_microbatch_of_v(shape, plan.costs);
   return each >= kUnevenRanks * work / shape.ranks;
 }
@@ -65,7 +64,7 @@ void keep_best(std::vector<Evaluation>& plans, std::size_t most, Seconds&& secon
 
 }  // namespace
 
-bool Refiner::has_exposed_message(const Evaluation& plan, GridLinks& links) const {
+bool Evaluator::has_exposed_message(const Evaluation& plan, GridLinks& links) const {
   const PipelineShape& shape = plan.candidate.shape;
   const double bytes = chooser_.largest_message(plan.candidate);
   double slowest = 0;
@@ -75,7 +74,7 @@ bool Refiner::has_exposed_message(const Evaluation& plan, GridLinks& links) cons
   return chooser_.is_message_exposed(plan.candidate, slowest);
 }
 
-bool Refiner::may_refine(const Evaluation& plan, GridLinks& links) const {
+bool Evaluator::may_refine(const Evaluation& plan, GridLinks& links) const {
   const PipelineShape& shape = plan.candidate.shape;
   if (shape.ranks == 1 || chooser_.num_pieces() > kMostPiecesForRanks) return false;
   if (plan.candidate.recompute == Recompute::kBlocks) return false;
@@ -86,7 +85,7 @@ bool Refiner::may_refine(const Evaluation& plan, GridLinks& links) const {
          has_exposed_all_reduce(plan);
 }
 
-void Refiner::refine(std::vector<Evaluation>& plans, const StageHolders& holders) const {
+void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holders) const {
   const Candidate candidate = plans.front().candidate;
   const PipelineShape& shape = candidate.shape;
   const bool is_matrix = std::holds_alternative<LinkMatrix>(problem_.cluster.topology);
@@ -135,8 +134,8 @@ void Refiner::refine(std::vector<Evaluation>& plans, const StageHolders& holders
 // Takes every move that saves time, until none does or num_tries were tried. One cut is moved by a
 // few pieces, or several neighbouring ones by one, which moves a piece between the stages around
 // them.
-void Refiner::move_cuts(Evaluation& plan, const StageHolders& holders, int num_tries,
-                        const std::function<double(const Evaluation&)>& seconds) const {
+void Evaluator::move_cuts(Evaluation& plan, const StageHolders& holders, int num_tries,
+                          const std::function<double(const Evaluation&)>& seconds) const {
   const std::vector<int>& positions = chooser_.positions();
   std::vector<int> cuts;  // as positions, with both ends of the model
   for (const PlannedStage& stage : plan.stages) {

@@ -21,7 +21,7 @@ double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& s
   for (int rank = 0; rank < shape.ranks; ++rank) {
     double seconds = 0;
     for (const int k : shape.stages_on(rank)) {
-      seconds += work_of(stages[k].costs);
+      seconds += stages[k].costs.work();
     }
     slowest = std::max(slowest, seconds);
     sum += seconds;
@@ -50,8 +50,6 @@ StageChooser::StageChooser(const PlanProblem& problem, const DeviceMappings& map
   for (int layer = 1; layer <= n; ++layer) {
     if (layer == n || problem.model.may_cut(layer - 1)) positions_.push_back(layer);
   }
-  const std::vector<DeviceType>& types = problem.cluster.types;
-  least_slowness_ = std::ranges::min_element(types, {}, &DeviceType::slowness)->slowness;
   for (int size = 0; size < static_cast<int>(problem.model.microbatches.size()); ++size) {
     sums_.push_back(sums_of(problem.model, size));
     const auto bytes = cut_bytes(problem.model.microbatches[size].edges, n);
@@ -171,7 +169,9 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
   const double message = largest_message(draft.candidate) * draft.seconds_per_byte;
   if (may_search && !found.empty() &&
       is_message_exposed(draft.candidate, message + draft.seconds_per_value)) {
-    const std::vector<int> firsts = split_with_free_messages(draft);
+    StageDraft with_free_messages = draft;
+    with_free_messages.seconds_per_byte = with_free_messages.seconds_per_value = 0;
+    const std::vector<int>& firsts = balanced_split(with_free_messages);
     const bool is_other = firsts != first_layers(found[0].stages);
     const std::size_t before = found.size();
     if (is_other) add(firsts);
@@ -195,12 +195,6 @@ bool StageChooser::choose_split_for_blocks(StageDraft& draft, double seconds) {
     return std::ranges::find(ways, Recompute::kNone) == ways.end();
   }
   return draft.recompute_blocks() && draft.set_memory();
-}
-
-std::vector<int> StageChooser::split_with_free_messages(StageDraft draft) {
-  draft.seconds_per_byte = 0;
-  draft.seconds_per_value = 0;
-  return balanced_split(draft);
 }
 
 bool StageChooser::may_balance_ranks(const StageDraft& draft,
@@ -232,7 +226,8 @@ std::vector<ChosenStages> StageChooser::choose(const Candidate& candidate,
 bool StageChooser::is_message_exposed(const Candidate& candidate, double seconds) const {
   const LayerCost& all = sums_[candidate.size].of_all();
   const double work = all.forward + all.input_grad + all.weight_grad;
-  return seconds > kFreeMessage * least_slowness_ * work / candidate.shape.depth();
+  return seconds >
+         kFreeMessage * problem_.cluster.least_slowness() * work / candidate.shape.depth();
 }
 
 std::optional<ChosenStages> StageChooser::stages_of(const Candidate& candidate,
@@ -270,10 +265,7 @@ std::vector<std::vector<int>> StageChooser::splits_for(const Candidate& candidat
     split.seconds_per_byte.push_back(edge.bandwidth > 0 ? 1 / edge.bandwidth : 0);
   }
   split.fits = [&](int k, int first, int end) {
-    const LayerCost sum = draft.sums.of(positions_[first], positions_[end]);
-    const double held = rules[k].trained * sum.trained_bytes +
-                        rules[k].frozen * (sum.parameter_bytes - sum.trained_bytes) +
-                        rules[k].activations * sum.activation_bytes;
+    const double held = rules[k].bytes(draft.sums.of(positions_[first], positions_[end]));
     return is_within(held, sharing * rules[k].limit);
   };
   std::vector<std::vector<int>> splits = split_by_boundaries(split);

@@ -77,7 +77,6 @@ class StageChooser {
   void set_mean_message(StageDraft& draft);
   static SplitKey split_key(const StageDraft& draft);
   const std::vector<int>& balanced_split(const StageDraft& draft);
-  std::vector<int> split_with_free_messages(StageDraft draft);
   std::optional<std::vector<int>> fitting_split(const StageDraft& draft, int sharing_again) const;
   bool may_balance_ranks(const StageDraft& draft, const std::vector<ChosenStages>& found) const;
   std::vector<ChosenStages> choose_splits(StageDraft& draft, double seconds);
@@ -85,7 +84,6 @@ class StageChooser {
 
   const PlanProblem& problem_;
   const DeviceMappings& mappings_;
-  double least_slowness_;
   std::vector<int> positions_;
   std::vector<double> largest_messages_;  // by size
   std::vector<LayerSums> sums_;           // by size

@@ -4,7 +4,6 @@
 #include "core/schedule/messages.h"
 #include "core/schedule/validate.h"
 #include "core/schedule/walk.h"
-#include "planner/simulate/host_updates.h"
 
 #include <algorithm>
 #include <cmath>
@@ -31,6 +30,18 @@ void check_edge(const std::string& of, std::size_t index, const EdgeCosts& edge)
   check_cost((of + "message_bytes").c_str(), index, edge.message_bytes);
   PD2_CHECK(edge.bandwidth >= 0, of, "bandwidth[", index, "]: ", edge.bandwidth,
             ": a bandwidth must be >= 0 (0: unlimited)");
+}
+
+// Each update is walked bucket by bucket.
+constexpr int kMostBuckets = 1'000'000;
+
+void check_host(const HostCosts& host) {
+  for (const auto& [name, bandwidth] : {std::pair("down", host.down), std::pair("up", host.up)}) {
+    PD2_CHECK(bandwidth >= 0, "host's ", name, ": ", bandwidth,
+              ": a bandwidth must be >= 0 (0: unlimited)");
+  }
+  PD2_CHECK(host.buckets >= 1 && host.buckets <= kMostBuckets, "host's buckets: ", host.buckets,
+            ": must be >= 1 and <= ", kMostBuckets);
 }
 
 void check_costs(const Schedule& schedule, const Costs& costs) {
@@ -63,29 +74,6 @@ bool updates_beside(const Schedule& schedule, const Costs& costs, int stage) {
 
 bool ends_flight(ActionKind kind) { return kind == kBackward || kind == kWeightGrad; }
 
-double seconds(const StageCosts& stage, ActionKind kind) {
-  switch (kind) {
-    case kForward:
-      return stage.forward;
-    case kBackward:
-      return stage.input_grad + stage.weight_grad;
-    case kInputGrad:
-      return stage.input_grad;
-    case kWeightGrad:
-      return stage.weight_grad;
-    case kUpdate:
-      return stage.all_reduce + stage.update;
-    case kRecompute:
-      return stage.recompute;
-  }
-  return 0;
-}
-
-// For how long a message keeps its edge busy.
-double seconds(const EdgeCosts& edge) {
-  return edge.bandwidth > 0 ? edge.message_bytes / edge.bandwidth : 0;
-}
-
 // All ways between two stages, to the nearest ones first.
 std::vector<SkipCosts> ways_of(int depth, const Costs& costs) {
   std::vector<SkipCosts> ways = costs.skips;
@@ -101,6 +89,83 @@ std::vector<StageEdge> edges_of(const std::vector<SkipCosts>& ways) {
   for (const SkipCosts& way : ways) edges.push_back({way.from, way.to});
   return edges;
 }
+
+// ---------------------------------------------------------------- optimizers on the host
+
+double copying(double bytes, double bandwidth) { return bandwidth > 0 ? bytes / bandwidth : 0; }
+
+// The copy engines and the hosts of a run's ranks, by simulate()'s rules for costs.host. What it is
+// told of a rank's stages comes in the order of the rank's list; without costs.host it is told
+// nothing.
+class HostUpdates {
+ public:
+  HostUpdates(const Schedule& schedule, const Costs& costs)
+      : schedule_(schedule),
+        costs_(costs),
+        stages_(schedule.num_stages),
+        ranks_(schedule.ranks.size()) {
+    const int buckets = costs.host ? costs.host->buckets : 0;
+    for (Stage& stage : stages_) stage.left.resize(buckets, 0);
+  }
+
+  // The stage's last backward of a batch, or its W, made the gradients between these times.
+  void complete(int stage, double start, double end) { stages_[stage].made = {start, end}; }
+  // The U of that batch begins. Gives the time at which the last weights have come up.
+  double update(int number, double begins) {
+    const HostCosts& host = *costs_.host;
+    const StageCosts& cost = cost_of(schedule_, costs_, number);
+    Stage& stage = stages_[number];
+    Rank& rank = ranks_[schedule_.placement[number]];
+    const bool is_summed = cost.all_reduce > 0 || schedule_.twin(number);
+    const double has_all = begins + cost.all_reduce;
+    const Interval given = is_summed ? Interval{begins, has_all} : stage.made;
+    const int n = host.buckets;
+    std::vector<double> come(n);  // by bucket: when its gradients are on the host
+    for (int k = 0; k < n; ++k) {
+      const double ready = std::lerp(given.start, given.end, (k + 1.0) / n);
+      rank.down = std::max({rank.down, ready, stage.stepped});
+      rank.down += copying(cost.gradient_bytes, host.down) / n;
+      come[k] = rank.down;
+    }
+    stage.gone = rank.down;
+    for (int k = 0; k < n; ++k) {
+      rank.host = std::max({rank.host, has_all, come[k], stage.left[k]}) + cost.update / n;
+      rank.up = std::max({rank.up, rank.host, stage.gone});
+      rank.up += copying(cost.weight_bytes, host.up) / n;
+      stage.left[k] = rank.up;
+    }
+    stage.stepped = rank.host;
+    return rank.up;
+  }
+
+  // By the stage's newest U: its gradients are down, and its last bucket has been stepped.
+  double gone(int stage) const { return stages_[stage].gone; }
+  double stepped(int stage) const { return stages_[stage].stepped; }
+
+ private:
+  struct Interval {
+    double start = 0;
+    double end = 0;
+  };
+  struct Stage {
+    Interval made;
+    double gone = 0;
+    double stepped = 0;
+    std::vector<double> left;  // by bucket: when its newest weights have come up
+  };
+  struct Rank {  // until when each of them is busy
+    double down = 0;
+    double host = 0;
+    double up = 0;
+  };
+
+  const Schedule& schedule_;
+  const Costs& costs_;
+  std::vector<Stage> stages_;
+  std::vector<Rank> ranks_;
+};
+
+// ---------------------------------------------------------------- a run
 
 // One run. All times depend on other times alone, never on the order in which ranks advance.
 class Execution {
@@ -199,7 +264,7 @@ class Execution {
     if (costs_.host && costs_.host->one_buffer && begins_backward(step.kind) && place == 0) {
       start = std::max(start, host_.gone(step.stage));
     }
-    free_at = start + seconds(cost, step.kind);
+    free_at = start + cost.seconds(step.kind);
     if (costs_.host && place == m - 1 && ends_flight(step.kind)) {
       host_.complete(step.stage, start, free_at);
     }
@@ -217,7 +282,7 @@ class Execution {
       start = std::max(start, before);
     }
     const double end =
-        costs_.host ? host_.update(stage, start) : start + seconds(*stage_costs_[stage], kUpdate);
+        costs_.host ? host_.update(stage, start) : start + stage_costs_[stage]->seconds(kUpdate);
     return {start, end};
   }
 
@@ -226,7 +291,7 @@ class Execution {
       const auto& [from, to, way] = arrivals_.messages().channels()[channel];
       if (rank_of(to) == number) return free_at_[number];
       const EdgeCosts& edge = ways_[way].edge;
-      link_free_[channel] = std::max(free_at_[number], link_free_[channel]) + seconds(edge);
+      link_free_[channel] = std::max(free_at_[number], link_free_[channel]) + edge.busy_seconds();
       return link_free_[channel] + edge.latency;
     });
   }
@@ -286,8 +351,8 @@ double busy_seconds_of_batch(const Schedule& schedule, const Costs& costs, int r
     if (schedule.placement[stage] != rank) continue;
     const StageCosts& cost = cost_of(schedule, costs, stage);
     sum += schedule.num_microbatches *
-           (seconds(cost, kForward) + seconds(cost, kRecompute) + seconds(cost, kBackward));
-    if (!updates_beside(schedule, costs, stage)) sum += seconds(cost, kUpdate);
+           (cost.seconds(kForward) + cost.seconds(kRecompute) + cost.seconds(kBackward));
+    if (!updates_beside(schedule, costs, stage)) sum += cost.seconds(kUpdate);
   }
   return sum;
 }
@@ -306,6 +371,24 @@ std::vector<int> count_in_flight(int num_stages, const Timeline& timeline) {
 }
 
 }  // namespace
+
+double StageCosts::seconds(ActionKind kind) const {
+  switch (kind) {
+    case kForward:
+      return forward;
+    case kBackward:
+      return input_grad + weight_grad;
+    case kInputGrad:
+      return input_grad;
+    case kWeightGrad:
+      return weight_grad;
+    case kUpdate:
+      return all_reduce + update;
+    case kRecompute:
+      return recompute;
+  }
+  return 0;
+}
 
 std::vector<MemoryStep> memory_over_time(const Schedule& schedule, const Costs& costs,
                                          const std::vector<SimulatedAction>& actions, int rank) {

@@ -28,6 +28,10 @@ struct StageCosts {
   double weight_bytes = 0;      // of one version
   double gradient_bytes = 0;
   double state_bytes = 0;  // the optimizer's
+
+  double seconds(ActionKind kind) const;
+  // The work of a microbatch: F, I, W and what is recomputed.
+  double work() const { return forward + input_grad + weight_grad + recompute; }
 };
 
 inline constexpr std::array<std::pair<const char*, double StageCosts::*>, 11> kStageCosts = {{
@@ -50,6 +54,10 @@ struct EdgeCosts {
   double latency = 0;    // seconds
   double bandwidth = 0;  // bytes per second in each direction; 0 or infinite: no time for the bytes
   double message_bytes = 0;
+
+  // For how long a message keeps the edge busy, and from its start to its arrival.
+  double busy_seconds() const { return bandwidth > 0 ? message_bytes / bandwidth : 0; }
+  double seconds() const { return latency + busy_seconds(); }
 };
 
 // What stage `to`, which is no neighbour, reads of stage `from`, and its gradient.

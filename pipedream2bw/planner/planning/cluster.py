@@ -81,6 +81,18 @@ class Cluster:
         check_whole_number("devices", self.num_devices, at_most=MOST_DEVICES)
         for size in self.sizes:
             check_whole_number(f"{self.topology}: sizes", size, at_most=MOST_DEVICES)
+        if self.topology == "mesh" and math.prod(self.sizes) != self.num_devices:
+            rows, columns = self.sizes
+            raise ValueError(
+                f"rows: {rows}, columns: {columns}, devices: {self.num_devices}: rows * columns "
+                "must be the number of devices"
+            )
+        needed = self.num_devices**2 if self.topology == "matrix" else 2
+        if len(self.links) != needed:
+            raise ValueError(
+                f"links: {len(self.links)}, topology: {self.topology!r}, devices: "
+                f"{self.num_devices}: it must have {needed}"
+            )
 
     @property
     def num_devices(self) -> int:
@@ -246,6 +258,5 @@ def _is_number(given: object) -> bool:
 
 
 def _link(name: str, bandwidth: Amount, latency: Amount) -> Link:
-    return parse_seconds(f"{name} latency", latency), parse_bandwidth(
-        f"{name} bandwidth", bandwidth
-    )
+    seconds = parse_seconds(f"{name} latency", latency)
+    return seconds, parse_bandwidth(f"{name} bandwidth", bandwidth)

@@ -22,6 +22,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory": HUGE}, ValueError, "memory: 10+ given, it is too large"),
     ({"batch": 2**31}, ValueError, "batch: 2147483648, it must be at most 100000000"),
     ({"largest_batch": HUGE}, ValueError, "largest_batch: 10+, it must be at most 1000"),
+    ({"largest_batch": 31, "batch": 32}, ValueError, "largest_batch: 31, batch: 32: it must be at"),
     ({"schedules": []}, ValueError, "schedules: none, give at least one of 2bw, "),
     ({"schedules": None}, TypeError, "schedules: None given, it must be names, of 2bw, "),
     ({"schedules": [1]}, TypeError, r"schedules: \[1\] given, it must be names"),
@@ -158,6 +159,17 @@ CLUSTERS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "rows: 131072, it must be at most 65536",
     ),
+    (
+        lambda: pd2.Cluster.mesh(2, 2, row=1, column=1, devices=2),
+        ValueError,
+        "rows: 2, columns: 2, devices: 2: rows . columns must be the number of devices",
+    ),
+    (
+        lambda: dataclasses.replace(servers(), topology="matrix"),
+        ValueError,
+        "links: 2, topology: 'matrix', devices: 4: it must have 16",
+    ),
+    (lambda: servers(inside=0), ValueError, "inside bandwidth: 0 given, it must be > 0"),
     (
         lambda: pd2.Cluster.measured(4, 4),  # type: ignore[arg-type]
         TypeError,

@@ -12,7 +12,6 @@ namespace pd2::testing {
 // What best_plans() promises, from the evaluations of all candidates; with kMemory the fastest
 // plans, and none where none fits.
 inline std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& problem) {
-  check(problem);
   const DeviceMappings mappings(problem.cluster);
   Evaluator evaluator(problem, mappings);
   std::vector<Evaluation> all;

@@ -437,25 +437,5 @@ TEST(Plan, ExplanationNamesWhatMemoryForbids) {
   EXPECT_NE(why.bound_by.find("memory forbids"), std::string::npos) << why.bound_by;
 }
 
-TEST(Plan, BadProblemsNameTheFieldAndTheValue) {
-  const auto error = [](auto&& change) {
-    PlanProblem problem = uniform(4, 2, 1e9);
-    change(problem);
-    return value_error([&] { best_plans(problem); });
-  };
-  EXPECT_EQ(error([](PlanProblem& p) {
-              p.cluster.topology = Servers{2, {0, 0}, {}};
-            }),
-            "inside.bandwidth: 0 bytes per second: it must be > 0");
-  EXPECT_EQ(error([](PlanProblem& p) { p.options.largest_batch = 31; }),
-            "largest_batch: 31, batch: 32: it must be at least the batch");
-  EXPECT_EQ(error([](PlanProblem& p) {
-              p.cluster.topology = Mesh{2, 2, {}, {}};
-            }),
-            "rows: 2, columns: 2, devices: 2: rows * columns must be the number of devices");
-  EXPECT_EQ(error([](PlanProblem& p) { p.model.microbatches[0].layers[1].forward = -1; }),
-            "of 1 rows: layers[1].forward: -1: must be finite and >= 0");
-}
-
 }  // namespace
 }  // namespace pd2
