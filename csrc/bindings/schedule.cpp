@@ -4,13 +4,15 @@
 #include "core/schedule/global_updates.h"
 #include "core/schedule/methods.h"
 #include "core/schedule/unroll.h"
+#include "core/schedule/v_shape.h"
 #include "core/schedule/validate.h"
-#include "planner/simulate/fastest_v.h"
 #include "planner/simulate/simulate.h"
 
 #include <pybind11/operators.h>
 #include <pybind11/typing.h>
 
+#include <algorithm>
+#include <array>
 #include <functional>
 #include <optional>
 #include <string>
@@ -60,6 +62,31 @@ void bind_methods(py::module_& module) {
   });
 }
 
+// V's with two weight versions, by their four steps.
+void bind_v(py::module_& module) {
+  using Steps = std::array<int, 4>;
+  const auto as_steps = [](const Steps& s) { return VSteps{s[0], s[1], s[2], s[3]}; };
+  // Half microbatches in flight on the fullest rank, and the fewest microbatches of a batch. None
+  // where two actions of a rank would have one slot.
+  module.def(
+      "v_needs",
+      [as_steps](int ranks, const Steps& steps) -> std::optional<std::pair<int, int>> {
+        const auto periods = v_periods(ranks, as_steps(steps));
+        if (!periods) return std::nullopt;
+        int halves = 0;
+        for (const Period& each : *periods) halves = std::max(halves, most_halves_in_flight(each));
+        return std::pair(halves, least_microbatches(ranks, as_steps(steps)));
+      },
+      py::arg("ranks"), py::arg("steps"));
+  module.def(
+      "v_schedule",
+      [as_steps](const std::string& name, int ranks, const Steps& steps, int num_microbatches) {
+        const std::vector<Period> periods = v_periods(ranks, as_steps(steps)).value();
+        return make_v_schedule(name, periods, num_microbatches, false);
+      },
+      py::arg("name"), py::arg("ranks"), py::arg("steps"), py::arg("num_microbatches"));
+}
+
 void bind_simulation(py::module_& module) {
   bind_struct(module, "StageCosts", kStageCosts);
   bind_struct(module, "EdgeCosts", std::pair("latency", &EdgeCosts::latency),
@@ -96,16 +123,6 @@ void bind_simulation(py::module_& module) {
       },
       py::arg("schedule"), py::arg("stages"), py::arg("edges"), py::arg("num_batches"),
       py::arg("host"));
-  module.def(
-      "fastest_v_schedule",
-      [](int ranks, int num_microbatches, double in_flight, std::vector<StageCosts> stages,
-         std::vector<EdgeCosts> edges) {
-        const Costs costs = {.stages = std::move(stages), .edges = std::move(edges), .skips = {}};
-        const py::gil_scoped_release no_gil;
-        return fastest_v_schedule(ranks, num_microbatches, in_flight, costs);
-      },
-      py::arg("ranks"), py::arg("num_microbatches"), py::arg("in_flight"), py::arg("stages"),
-      py::arg("edges"));
 }
 
 }  // namespace
@@ -124,6 +141,7 @@ void bind_schedule(py::module_& module) {
     }
     return names;
   });
+  bind_v(module);
   bind_simulation(module);
 }
 

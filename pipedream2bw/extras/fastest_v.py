@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 from .. import _C
 from .._C import Schedule
 from ..checks import check_whole_number
-from ..planner.costs import PerStage, edge_costs, stage_costs
+from ..planner.simulation import PerStage, edge_costs, stage_costs
+
+_MOST_STEPS = 6  # a period: with longer ways a microbatch only waits
+_EQUAL = 1.001
 
 
 def fastest_v_schedule(
@@ -62,10 +67,41 @@ def fastest_v_schedule(
         raise ValueError(f"num_stages: {num_stages}: a V has two stages a rank, so it must be even")
     of_stages = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad}
     of_edges = {"latency": latency, "bandwidth": bandwidth, "message_bytes": message_bytes}
-    return _C.fastest_v_schedule(
-        num_stages // 2,
-        num_microbatches,
-        in_flight,
-        stage_costs(of_stages, num_stages),
-        edge_costs(of_edges, num_stages),
-    )
+    ranks = num_stages // 2
+    every = itertools.product(range(1, _MOST_STEPS + 1), repeat=4)
+    needs = {steps: found for steps in every if (found := _C.v_needs(ranks, steps)) is not None}
+    fewest = min(halves for halves, _ in needs.values()) / 2
+    if not in_flight >= fewest:
+        raise ValueError(
+            f"in_flight: {in_flight}, ranks: {ranks}: a V needs in_flight >= {fewest:g}"
+        )
+    least = min(least for _, least in needs.values())
+    if num_microbatches < least:
+        raise ValueError(
+            f"num_microbatches: {num_microbatches}, ranks: {ranks}: a V needs num_microbatches >= "
+            f"{least}"
+        )
+    fitting = [
+        steps
+        for steps, (halves, least) in sorted(needs.items(), key=lambda item: item[1][0])
+        if halves <= 2 * in_flight and least <= num_microbatches
+    ]
+    if not fitting:
+        raise ValueError(
+            f"in_flight: {in_flight}, num_microbatches: {num_microbatches}: no V of {ranks} ranks "
+            "needs as few of both"
+        )
+    stages, edges = stage_costs(of_stages, num_stages), edge_costs(of_edges, num_stages)
+
+    def made(steps: tuple[int, ...]) -> Schedule:
+        name = "_".join(["2bw_v", *map(str, steps)])
+        return _C.v_schedule(name, ranks, steps, num_microbatches)
+
+    periods = [_C.simulate(made(steps), stages, edges, 4, None).period for steps in fitting]
+    return made(fitting[first_of_fastest(periods)])
+
+
+def first_of_fastest(periods: Sequence[float]) -> int:
+    """The number of the first period that is within a thousandth of the shortest."""
+    most = _EQUAL * min(periods)
+    return next(index for index, period in enumerate(periods) if period <= most)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import pipedream2bw as pd2
+from pipedream2bw.extras.fastest_v import first_of_fastest
 from tests.runs.trajectory import assert_same, by_pipeline, expected, sgd
 from tests.samples.models import TASKS
 
@@ -47,6 +48,23 @@ def test_no_named_v_that_fits_is_faster(ranks: int, input_grad: float, hop: floa
 def test_of_equally_fast_ones_the_one_with_fewest_activations_is_taken() -> None:
     found = pd2.fastest_v_schedule(num_stages=16, num_microbatches=16, in_flight=8)
     assert most_held(found) == 4
+
+
+# In the order of the memory that they need: which is to be taken.
+@pytest.mark.parametrize(
+    ("periods", "taken"),
+    [
+        ([1.0015, 1.0009, 1.0], 1),
+        ([1.0018, 1.0011, 1.0003, 1.0], 2),
+        ([1.0005, 1.0], 0),
+        ([1.0, 1.0, 0.9], 2),
+        ([1.0], 0),
+    ],
+)
+def test_few_activations_are_worth_a_thousandth_of_the_shortest(
+    periods: list[float], taken: int
+) -> None:
+    assert first_of_fastest(periods) == taken
 
 
 @pytest.mark.parametrize(
