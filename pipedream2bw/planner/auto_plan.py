@@ -92,6 +92,7 @@ def plan_for_devices_at_hand(
 def _checked(
     model: nn.Module | Sequence[nn.Module], options: Options, num_processes: int
 ) -> _Wanted:
+    """Raises ValueError or TypeError if there is something that no plan is made for."""
     root = as_root(model)
     example = (tuple(options.example_args), dict(options.example_kwargs or {}))
     device = home_of(root, example)
@@ -103,7 +104,32 @@ def _checked(
         autocast=None,
         device_type=device.type,
     )
-    _check(options)
+    if options.schedule is not None and (
+        not isinstance(options.schedule, str) or "\n" in options.schedule
+    ):
+        raise ValueError(
+            f"schedule: {type(options.schedule).__name__}, num_stages: 'auto': give a schedule's "
+            "name"
+        )
+    for name in ("width", "stages_per_rank"):
+        if getattr(options, name) is not None:
+            check_whole_number(name, getattr(options, name))
+    if options.split is not None:
+        raise ValueError(f"split: {options.split!r}, num_stages: 'auto': the plan says it")
+    profile = options.profile
+    if not (profile is None or isinstance(profile, (Profile, str, os.PathLike))):
+        raise TypeError(f"profile: {type(profile).__name__} given, it must be a Profile or a path")
+    rows = _rows(options.example_target)
+    if rows is None:
+        raise ValueError(
+            "example_target: no tensor with rows, num_stages: 'auto': the profile needs a batch's "
+            "target"
+        )
+    m = _one_number(options)
+    if rows < (m or 1):
+        raise ValueError(
+            f"example_target: {rows} rows, num_microbatches: {m}: every microbatch needs one"
+        )
     width = options.width
     if num_processes == 1 and not options.devices:
         raise ValueError(
@@ -115,8 +141,8 @@ def _checked(
         example=precision.cast(example),
         device=device,
         precision=precision,
-        rows=_rows(options.example_target) or 0,
-        num_microbatches=_one_number(options),
+        rows=rows,
+        num_microbatches=m,
         width=width if options.mesh is None else check_mesh(options.mesh, width or 1),
         num_processes=num_processes,
         options=options,
@@ -142,36 +168,6 @@ def _rows(target: Any) -> int | None:
     if not tensors or not all(tensor.dim() and tensor.shape[0] for tensor in tensors):
         return None
     return int(tensors[0].shape[0])
-
-
-def _check(options: Options) -> None:
-    """Raises ValueError or TypeError if there is something that no plan is made for."""
-    if options.schedule is not None and (
-        not isinstance(options.schedule, str) or "\n" in options.schedule
-    ):
-        raise ValueError(
-            f"schedule: {type(options.schedule).__name__}, num_stages: 'auto': give a schedule's "
-            "name"
-        )
-    for name in ("width", "stages_per_rank"):
-        if getattr(options, name) is not None:
-            check_whole_number(name, getattr(options, name))
-    if options.split is not None:
-        raise ValueError(f"split: {options.split!r}, num_stages: 'auto': the plan says it")
-    profile = options.profile
-    if not (profile is None or isinstance(profile, (Profile, str, os.PathLike))):
-        raise TypeError(f"profile: {type(profile).__name__} given, it must be a Profile or a path")
-    rows = _rows(options.example_target)
-    if rows is None:
-        raise ValueError(
-            "example_target: no tensor with rows, num_stages: 'auto': the profile needs a batch's "
-            "target"
-        )
-    m = _one_number(options) or 1
-    if rows < m:
-        raise ValueError(
-            f"example_target: {rows} rows, num_microbatches: {m}: every microbatch needs one"
-        )
 
 
 def _one_number(options: Options) -> int | None:

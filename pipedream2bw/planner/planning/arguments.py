@@ -271,17 +271,18 @@ def check_precision(profile: Profile, precision: str | None) -> None:
 def check_update_time(profile: Profile, optimizer: str) -> None:
     """Raises ValueError if a profile lacks the optimizer's time: if measured, or "... on host"."""
     known = profile.seconds_per_update_byte
-    if optimizer.endswith(" on host") and not profile.device.measured and optimizer not in known:
-        raise ValueError(
-            f"optimizer: {optimizer!r}, the profile's seconds_per_update_byte: "
-            f"{', '.join(known) or 'none'}: a dry profile has it if its DeviceFigures have "
-            "host_bytes_per_second and copy_bytes_per_second"
+    if optimizer in known or not (profile.device.measured or optimizer.endswith(" on host")):
+        return
+    rule = "a measured profile must have the optimizer's"
+    if not profile.device.measured:
+        rule = (
+            "a dry profile has it if its DeviceFigures have host_bytes_per_second and "
+            "copy_bytes_per_second"
         )
-    if profile.device.measured and optimizer not in known:
-        raise ValueError(
-            f"optimizer: {optimizer!r}, the profile's seconds_per_update_byte: "
-            f"{', '.join(known) or 'none'}: a measured profile must have the optimizer's"
-        )
+    raise ValueError(
+        f"optimizer: {optimizer!r}, the profile's seconds_per_update_byte: "
+        f"{', '.join(known) or 'none'}: {rule}"
+    )
 
 
 def check_grid(wanted: Wanted, cluster: Cluster, *, num_pieces: int) -> None:

@@ -74,15 +74,8 @@ def profile(
     Raises:
         ValueError, TypeError: on every rank, with the rule and both values.
     """
-    subject = Subject(
-        model=model,
-        loss_fn=loss_fn,
-        example_args=example_args,
-        example_kwargs=example_kwargs,
-        target=target,
-        microbatch_rows=microbatch_rows,
-        replicated=replicated,
-    )
+    given = locals()
+    subject = Subject(**{each.name: given[each.name] for each in dataclasses.fields(Subject)})
     if dry is not None:
         _check_numbers(parallel, seconds, timeout)
         return _dry_profile(Prepared.of(subject, dry), dry)
