@@ -28,6 +28,7 @@ from ..model.surroundings import (
 from .arguments import CallSignature
 from .exporting import HookedError, SpecializedError, example_of
 from .shape_rule import ShapeRule
+from .traced import Traced
 
 
 class LeftOutError(Exception):
@@ -45,10 +46,8 @@ class _Recording:
 
 def read_bytecode(
     root: nn.Module, signature: CallSignature, replicated: set[str], *, dynamic_shapes: bool
-) -> tuple[fx.Graph, nn.Module, ShapeRule]:
+) -> Traced:
     """Captures ``root`` as the example call calls it; the forward is not computed.
-
-    Returns what :func:`pipedream2bw.capture.exporting.export` does.
 
     Args:
         dynamic_shapes: whether sizes beside the number of rows are left open where the model does.
@@ -134,8 +133,7 @@ class _Graph:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._module = nn.Module()  # what the graph refers to beside the model's tensors
 
-    def made(self, result: Any, replicated: set[str]) -> tuple[fx.Graph, nn.Module, ShapeRule]:
-        """The graph, its module and the shapes that it is valid for."""
+    def made(self, result: Any, replicated: set[str]) -> Traced:
         graph, source = self._graph, self._recording.module.graph
         inputs = [graph.placeholder(leaf.name) for leaf in self._signature.tensors]
         placeholders = [node for node in source.nodes if node.op == "placeholder"]
@@ -156,7 +154,7 @@ class _Graph:
             if not node.users and (node.op == "get_attr" or node.target == "size"):
                 graph.erase_node(node)
         graph.lint()
-        return graph, self._module, ShapeRule(values)
+        return Traced(graph=graph, module=self._module, shape_rule=ShapeRule(values))
 
     def _values(self, given: Mapping[fx.Node, Any], replicated: set[str]) -> list[torch.Tensor]:
         """What stands for the call's tensors, whose numbers of rows are open."""

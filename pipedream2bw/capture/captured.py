@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from .chain import call_chained
 from .costs import LayerCosts, dry_run
 from .reorder import gather_lookups
 from .shape_rule import ShapeRule
+from .traced import Traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,90 +153,81 @@ _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 """What torch.export calls the place of a node that it has made outside of all modules."""
 
 
-def build_captured(
-    root: nn.Module,
-    how: str,
-    graph: fx.Graph,
-    signature: CallSignature,
-    notes: Sequence[str],
-    traced: nn.Module | None = None,
-    shape_rule: ShapeRule | None = None,
-    *,
-    changes_attributes: bool = True,
-) -> Captured:
-    """Finds out what the layers of ``graph`` use and cost.
+class Draft:
+    """A graph of a model, before it is known what its layers cost.
 
     Args:
         root: the model.
         how, notes: as in :class:`Captured`.
-        graph: its placeholders are the tensors of ``signature`` in order; call_module and get_attr
-            nodes name modules, parameters and buffers as ``root`` does.
+        traced: the graph.
         signature: the tensors of the example call.
-        traced: the module that has the graph's other names; ``root`` if there are none.
-        shape_rule: as in :class:`Captured`.
-        changes_attributes: whether a forward of the model may change attributes of its modules.
     """
-    names = _Names(root, _constants(root, graph, traced or root))
-    gather_lookups(graph, names.module_of, lambda node: names.used_by(node)[0])
-    layer_nodes = [node for node in graph.nodes if is_layer(node)]
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    positions = tuple(i for i, node in enumerate(placeholders) if node.users)
-    uses = [names.used_by(node) for node in layer_nodes]
-    if uses:  # what the model returns as it is belongs to where it is returned
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        uses[-1] = _joined(uses[-1], names.used_by(output))
-    sizes = {
-        name: parameter.numel() * parameter.element_size()
-        for name, parameter in root.named_parameters()
-    }
-    examples = [leaf.example for leaf in signature.tensors]
-    tensors = [*root.parameters(), *examples]
-    compares = how == "fx"  # the other ways run the model's own code
-    call = signature if compares or changes_attributes else None
-    costs = dry_run(root, graph, names.attribute_of, examples, call=call, compares=compares)
-    layers = [
-        Layer(
-            layer_name(node),
-            costs.forward[index],
-            costs.backward[index],
-            sum(sizes[name] for name in uses[index][0]),
+
+    def __init__(
+        self,
+        root: nn.Module,
+        how: str,
+        traced: Traced,
+        signature: CallSignature,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.traced = traced
+        self._root, self._how, self._signature = root, how, signature
+        whole = [f"{name} is called as a whole: {why}" for name, why in traced.leaves.items()]
+        self._notes = (*notes, *whole)
+        graph = traced.graph
+        self._names = _Names(root, _constants(root, graph, traced.module))
+        gather_lookups(graph, self._names.module_of, lambda node: self._names.used_by(node)[0])
+        self._layers = [node for node in graph.nodes if is_layer(node)]
+        self._uses = [self._names.used_by(node) for node in self._layers]
+        self._sizes = {name: bytes_in(parameter) for name, parameter in root.named_parameters()}
+
+    @property
+    def parameter_bytes(self) -> list[tuple[str, int]]:
+        """Each layer's name, and the bytes of its parameters."""
+        return [
+            (layer_name(node), sum(self._sizes[name] for name in parameters))
+            for node, (parameters, _) in zip(self._layers, self._uses, strict=True)
+        ]
+
+    @functools.cached_property
+    def captured(self) -> Captured:
+        """The capture, with what its layers cost: found by a run on fake tensors."""
+        root, graph, names, uses = self._root, self.traced.graph, self._names, list(self._uses)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        positions = tuple(i for i, node in enumerate(placeholders) if node.users)
+        if uses:  # what the model returns as it is belongs to where it is returned
+            (output,) = (node for node in graph.nodes if node.op == "output")
+            uses[-1] = _joined(uses[-1], names.used_by(output))
+        examples = [leaf.example for leaf in self._signature.tensors]
+        tensors = [*root.parameters(), *examples]
+        compares = self._how == "fx"  # the other ways run the model's own code
+        call = self._signature if compares or self.traced.changes_attributes else None
+        costs = dry_run(root, graph, names.attribute_of, examples, call=call, compares=compares)
+        layers = [
+            Layer(layer_name(node), forward, backward, sum(map(self._sizes.__getitem__, used)))
+            for node, forward, backward, (used, _) in zip(
+                self._layers, costs.forward, costs.backward, uses, strict=True
+            )
+        ]
+        return Captured(
+            how=self._how,
+            notes=self._notes,
+            layers=layers,
+            model_inputs=tuple(placeholders[i].name for i in positions),
+            device=tensors[0].device if tensors else torch.device("cpu"),
+            graph=graph,
+            layer_nodes=self._layers,
+            layer_parameters=[parameters for parameters, _ in uses],
+            layer_buffers=[buffers for _, buffers in uses],
+            parameter_names=tuple(self._sizes),
+            buffer_names=tuple(name for name, _ in root.named_buffers()),
+            costs=costs,
+            attribute_of=names.attribute_of,
+            signature=self._signature,
+            input_positions=positions,
+            shape_rule=self.traced.shape_rule,
         )
-        for index, node in enumerate(layer_nodes)
-    ]
-    return Captured(
-        how=how,
-        notes=tuple(notes),
-        layers=layers,
-        model_inputs=tuple(placeholders[i].name for i in positions),
-        device=tensors[0].device if tensors else torch.device("cpu"),
-        graph=graph,
-        layer_nodes=layer_nodes,
-        layer_parameters=[parameters for parameters, _ in uses],
-        layer_buffers=[buffers for _, buffers in uses],
-        parameter_names=tuple(sizes),
-        buffer_names=tuple(name for name, _ in root.named_buffers()),
-        costs=costs,
-        attribute_of=names.attribute_of,
-        signature=signature,
-        input_positions=positions,
-        shape_rule=shape_rule,
-    )
-
-
-def layer_parameter_bytes(
-    root: nn.Module, graph: fx.Graph, traced: nn.Module
-) -> list[tuple[str, int]]:
-    """Lists the layers of ``graph`` with the bytes of their parameters; runs nothing.
-
-    The arguments are those of :func:`build_captured`.
-    """
-    names = _Names(root, _constants(root, graph, traced))
-    sizes = {name: bytes_in(parameter) for name, parameter in root.named_parameters()}
-    return [
-        (layer_name(node), sum(sizes[name] for name in names.used_by(node)[0]))
-        for node in graph.nodes
-        if is_layer(node)
-    ]
 
 
 def _joined(

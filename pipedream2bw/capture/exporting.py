@@ -26,7 +26,9 @@ from ..model.surroundings import (
 )
 from ..model.trees import tensors_in
 from .arguments import CallSignature, TensorLeaf
+from .carried_state import note_changes
 from .shape_rule import ShapeRule
+from .traced import Traced
 
 
 class HookedError(Exception):
@@ -43,13 +45,8 @@ class SpecializedError(Exception):
 
 def export(
     root: nn.Module, signature: CallSignature, replicated: set[str], *, dynamic_shapes: bool
-) -> tuple[fx.Graph, nn.Module, ShapeRule]:
-    """Exports ``root`` as the example call calls it.
-
-    ``root`` must be a structural clone that nobody else uses. Returns the graph, whose get_attr
-    nodes name parameters and buffers as ``root`` does, the module that its other names (constants,
-    regions) refer to, and the shapes that it is valid for. The output node's ``meta["out_spec"]``
-    restores the type of the model's output.
+) -> Traced:
+    """Exports ``root``, a structural clone that nobody else uses, as the example call calls it.
 
     Args:
         dynamic_shapes: whether sizes beside the number of rows are left open where the model does.
@@ -72,6 +69,7 @@ def export(
     reason = why_not_exported(root)
     if reason is not None:
         raise HookedError(reason)
+    has_changed = note_changes(root)
     _name_keywords(root, args, kwargs)
     before = random_states()
     with random_state_kept(), torch_reports_silenced(), _backwards_kept(), _no_origins_noted():
@@ -91,7 +89,7 @@ def export(
             restore_added_losses(part)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
-    return graph, module, rule
+    return Traced(graph=graph, module=module, shape_rule=rule, changes_attributes=has_changed())
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from ..model.surroundings import (
     restore_random_states,
 )
 from .arguments import CallSignature
+from .traced import Traced
 
 # Modules of torch.nn that are only containers of layers.
 _OPENED = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
@@ -37,12 +38,10 @@ class UntraceableError(Exception):
     """Symbolic tracing would change the meaning of the code it reached."""
 
 
-def trace(root: nn.Module, signature: CallSignature) -> tuple[fx.Graph, dict[str, str]]:
-    """Traces ``root`` as the example call calls it; tensors are the graph's placeholders.
+def trace(root: nn.Module, signature: CallSignature) -> Traced:
+    """Traces ``root`` as the example call calls it.
 
     ``root`` must be a structural clone that nobody else uses: tracing may leave attributes on it.
-    Returns the graph and, for every module that could not be traced, its name and the reason. The
-    output node's ``meta["out_spec"]`` restores the type of the model's output.
 
     Raises:
         Exception: whatever the root's own forward raises.
@@ -52,7 +51,7 @@ def trace(root: nn.Module, signature: CallSignature) -> tuple[fx.Graph, dict[str
         graph = tracer.trace(root)
     _refuse_writes_to_constants(graph, {name for name, _ in root.named_buffers()})
     graph.lint()
-    return graph, tracer.leaves
+    return Traced(graph=graph, module=root, leaves=tracer.leaves)
 
 
 def reason_of(error: BaseException, limit: int = 300) -> str:
