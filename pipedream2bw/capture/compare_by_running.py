@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -13,7 +12,7 @@ from ..model.clone import trial_copy
 from ..model.hooks import hooked_by_forward
 from ..model.surroundings import random_state_kept
 from .arguments import CallSignature
-from .attribute import Attribute
+from .attribute import Attribute, GraphRun
 from .carried_state import run_forward
 from .operator_calls import OperatorCalls, Recorded
 from .tracing import reason_of
@@ -46,15 +45,15 @@ def compare_by_running(
     except Exception:  # found out where the model is called for that
         return None, hooked
     clone, tensors = copies()
-    calls = OperatorCalls()
+    calls, run = OperatorCalls(), GraphRun(clone, graph, attribute_of)
     calls.begin(clone, tensors)
     try:
         with random_state_kept(), Recorded(calls):
-            calls.end(pytree.tree_leaves(_GraphRun(clone, graph, attribute_of).run(*tensors)))
+            calls.end(pytree.tree_leaves(run.run(*tensors)))
     except Exception as error:
         return why_unfit(f"it fails: {reason_of(error)}", carried), hooked
     hooked |= hooked_by_forward(root, clone)
-    return why_unfit(calls.difference(models), carried), hooked
+    return why_unfit(run.why_not_repeated or calls.difference(models), carried), hooked
 
 
 def why_unfit(difference: str | None, carried: str | None) -> str | None:
@@ -70,22 +69,3 @@ def why_unfit(difference: str | None, carried: str | None) -> str | None:
             "have copies: keep it in a buffer, and write to that in place (self.calls.add_(1))"
         )
     return difference and f"the graph is another program than the model: {difference}"
-
-
-class _GraphRun(fx.Interpreter):
-    """Runs a graph whose attributes are those of a clone of the model."""
-
-    def __init__(
-        self, root: nn.Module, graph: fx.Graph, attribute_of: Callable[[fx.Node], Attribute]
-    ) -> None:
-        super().__init__(root, graph=graph)
-        self._root, self._attribute_of = root, attribute_of
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op not in ("call_module", "get_attr"):
-            return super().run_node(n)
-        found = self._attribute_of(n).found_in(self._root)
-        if n.op == "get_attr":
-            return found
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        return found(*args, **kwargs)

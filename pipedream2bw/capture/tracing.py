@@ -3,7 +3,7 @@
 A module whose forward cannot be traced becomes one node that calls it as it is, and everything
 around it is still traced. Tracing must not change what the program means: what fx would silently
 drop or freeze (no_grad and autocast regions, custom autograd functions, random numbers drawn while
-tracing, in-place writes to tensors made while tracing) makes the module around it untraceable.
+tracing) makes the module around it untraceable.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def trace(root: nn.Module, signature: CallSignature) -> Traced:
     tracer = _Tracer(signature)
     with random_state_kept(), _autograd_functions_traced():
         graph = tracer.trace(root)
-    _refuse_writes_to_constants(graph, {name for name, _ in root.named_buffers()})
     graph.lint()
     return Traced(graph=graph, module=root, leaves=tracer.leaves)
 
@@ -233,38 +232,3 @@ def _autograd_functions_traced() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]
-
-
-def _writes_in_place(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        name = str(node.target)
-        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    if node.op == "call_function":
-        name = getattr(node.target, "__name__", "")
-        module = getattr(node.target, "__module__", "")
-        if module in ("_operator", "operator"):
-            return name == "setitem" or (name.startswith("i") and name[1:] in _OPERATORS)
-        return name.endswith("_") or bool(node.kwargs.get("inplace") or "out" in node.kwargs)
-    return False
-
-
-_OPERATORS = {
-    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "concat"),
-    *("and", "or", "xor", "lshift", "rshift"),
-}
-
-
-def _refuse_writes_to_constants(graph: fx.Graph, buffers: set[str]) -> None:
-    for node in graph.nodes:
-        if not _writes_in_place(node) or not node.args:
-            continue
-        target = node.args[0]
-        if (
-            isinstance(target, fx.Node)
-            and target.op == "get_attr"
-            and target.target not in buffers
-            and "_tensor_constant" in str(target.target)
-        ):
-            raise UntraceableError(
-                f"{node.name} writes in place to a tensor that was made while tracing"
-            )
