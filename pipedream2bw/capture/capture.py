@@ -22,8 +22,8 @@ from .bytecode import read_bytecode
 from .captured import Captured, Draft, first_layers
 from .chain import ModuleChain, as_root, chained, is_plain_sequential
 from .exporting import export
-from .traced import Traced
-from .tracing import reason_of, trace
+from .traced import Traced, reason_of
+from .tracing import trace
 
 _MANY_STAGES = 8
 """A model that torch.fx cannot trace as a whole is exported unless it can form so many."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +33,11 @@ from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
 from ..model.trees import bytes_in, tensors_in
 from .arguments import CallSignature
-from .attribute import Attribute, GraphRun, nodes_with_attributes
-from .carried_state import run_forward
-from .compare_by_running import compare_by_running, why_unfit
+from .attribute import Attribute, nodes_with_attributes
 from .device_figures import NOMINAL, DeviceFigures, Work
-from .operator_calls import OperatorCalls, Recorded
+from .graph_run import GraphRun
 from .operator_flops import flops_of
+from .own_program import why_unfit, why_unfit_by_values
 from .saved_bytes import SavedBytes
 
 # A nominal link between stages.
@@ -131,23 +130,22 @@ def dry_run(
     """
     with torch_reports_silenced():
         dry = _DryRun(root, graph, attribute_of, examples, figures=figures, count_saved=count_saved)
+        costs = dry.costs(records=compares)
         if call is None:
-            return dry.costs()
-        calls = OperatorCalls()
-        costs = dry.costs(calls if compares else None)
+            return costs
         named = [
             attribute_of(node) for node in graph.nodes if node.op in ("call_module", "get_attr")
         ]
         whole = [attribute.target for attribute in named if attribute.kind == "module"]
-        forward = None if costs.unknown else dry.run_model(call, whole, records=compares)
-        if forward is not None:
-            models, carried = forward
-            difference = (dry.why_not_repeated or calls.difference(models)) if compares else None
-            costs.unfit = why_unfit(difference, carried)
-        elif compares:
-            costs.unfit, hooked = compare_by_running(
-                root, graph, attribute_of, examples, call, whole
-            )
+        is_told = not costs.unknown
+        if is_told:
+            try:
+                costs.unfit = dry.why_unfit(call, whole, compares=compares)
+            except Exception:  # the forward depends on values, or refuses its arguments
+                is_told = False
+        if compares and not is_told:
+            run_of = functools.partial(GraphRun, graph=graph, attribute_of=attribute_of)
+            costs.unfit, hooked = why_unfit_by_values(root, run_of, examples, call, whole)
             costs.hooked |= hooked
         return costs
 
@@ -210,20 +208,30 @@ class _DryRun(GraphRun):
         held = (*self._root.parameters(), *self._root.buffers(), *self._examples)
         self._saved = SavedBytes(map(storage_of, held))
         self._counting = self._saved if count_saved else contextlib.nullcontext()
-        self._recording: Recorded | contextlib.nullcontext[None] = contextlib.nullcontext()
 
-    def costs(self, calls: OperatorCalls | None = None) -> LayerCosts:
-        if calls is not None:
-            calls.begin(self._root, self._examples)
-            self._recording = Recorded(calls)
-        with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
-            output = self.run(*self._examples)
-            if calls is not None and not self._result.unknown:
-                calls.end(pytree.tree_leaves(output))
+    def costs(self, *, records: bool) -> LayerCosts:
+        with self._faked():
+            if records:
+                self.record(self._examples)
+            else:
+                self.run(*self._examples)
         self._result.written_values = list(_stale_reads(self._layers, self._result))
         self._result.kept = self._saved.saved_by_several()
         self._result.hooked = hooked_by_forward(self._original, self._root)
         return self._result
+
+    def why_unfit(
+        self, call: CallSignature, whole: Collection[str], *, compares: bool
+    ) -> str | None:
+        """Why the graph cannot stand for the model, see :func:`own_program.why_unfit`."""
+        difference = self.difference if compares else None
+        with self._faked():
+            return why_unfit(self._clone(), self._examples, call, whole, difference)
+
+    @contextlib.contextmanager
+    def _faked(self) -> Iterator[None]:
+        with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
+            yield
 
     def run_node(self, n: fx.Node) -> Any:
         if not n.op.startswith("call_"):
@@ -242,7 +250,7 @@ class _DryRun(GraphRun):
         counter = _OperatorCounter(free_ones_too=self._figures.free_ones_too)
         num_drawn = _num_drawn()
         try:
-            with self._recording, counter, self._counting:
+            with counter, self._counting:
                 value = super().run_node(n)
         except Exception as error:
             if not isinstance(error, FAKE_LIMITS):
@@ -261,16 +269,6 @@ class _DryRun(GraphRun):
                 self._result.written_buffers.add(self._buffer_names[id(item)])
         self._cost(counter, parameters, inputs, value)
         return value
-
-    def run_model(
-        self, call: CallSignature, whole: Collection[str], *, records: bool
-    ) -> tuple[OperatorCalls, str | None] | None:
-        """None if the model's forward depends on values, or refuses its arguments."""
-        try:
-            with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
-                return run_forward(self._clone(), self._examples, call, whole, records=records)
-        except Exception:
-            return None
 
     def _fake_parameter(self, old: nn.Parameter) -> Any:
         if type(old) is nn.Parameter:  # a fake copy of a parameter is one; that of a subclass's not

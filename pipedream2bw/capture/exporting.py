@@ -26,7 +26,7 @@ from ..model.surroundings import (
 )
 from ..model.trees import tensors_in
 from .arguments import CallSignature, TensorLeaf
-from .carried_state import note_changes
+from .own_program import note_changes
 from .shape_rule import ShapeRule
 from .traced import Traced
 

@@ -29,3 +29,10 @@ class Traced:
     leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
     shape_rule: ShapeRule | None = None
     changes_attributes: bool = True
+
+
+def reason_of(error: BaseException, limit: int = 300) -> str:
+    """Describes an error in a line: its type and the beginning of its text."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

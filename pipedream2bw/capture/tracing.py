@@ -28,7 +28,7 @@ from ..model.surroundings import (
     restore_random_states,
 )
 from .arguments import CallSignature
-from .traced import Traced
+from .traced import Traced, reason_of
 
 # Modules of torch.nn that are only containers of layers.
 _OPENED = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
@@ -51,13 +51,6 @@ def trace(root: nn.Module, signature: CallSignature) -> Traced:
         graph = tracer.trace(root)
     graph.lint()
     return Traced(graph=graph, module=root, leaves=tracer.leaves)
-
-
-def reason_of(error: BaseException, limit: int = 300) -> str:
-    """Describes an error in a line: its type and the beginning of its text."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= limit else text[: limit - 3] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class _Tracer(fx.Tracer):
