@@ -76,20 +76,27 @@ def export(
         dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
         program = torch.export.export(root, args, kwargs, dynamic_shapes=dynamic, strict=False)
         refuse_random_numbers(before)
-    rule = ShapeRule(_checked_inputs(program, signature, replicated))
     module = program.module(check_guards=False)
     graph = module.graph
     (output,) = (node for node in graph.nodes if node.op == "output")
     output.meta["out_spec"] = program.call_spec.out_spec
-    _keep_tensor_inputs(graph, signature)
+    values = _tensor_inputs(graph, signature)
+    for leaf, value in zip(signature.tensors, values, strict=True):
+        if leaf.carries_batch(replicated):
+            _check_rows(leaf.path, value.shape[0], program.range_constraints)
     _drop_checks(graph)
-    _call_regions_directly(graph)
+    for node in graph.nodes:  # regions are called directly, under context managers
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and name in _REGIONS:
+            node.target = _REGIONS[name]
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             restore_added_losses(part)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
-    return Traced(graph=graph, module=module, shape_rule=rule, changes_attributes=has_changed())
+    return Traced(
+        graph=graph, module=module, shape_rule=ShapeRule(values), changes_attributes=has_changed()
+    )
 
 
 @contextlib.contextmanager
@@ -176,55 +183,37 @@ def example_of(leaf: TensorLeaf, replicated: set[str]) -> torch.Tensor:
     return example.clone()
 
 
-def _checked_inputs(
-    program: Any, signature: CallSignature, replicated: set[str]
-) -> list[torch.Tensor]:
-    """What stands for the call's tensors in the program, whose numbers of rows are open."""
-    values = [
-        node.meta.get("val")
-        for node in program.graph.nodes
-        if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
-    ]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(tensors) != len(signature.tensors):
-        raise SpecializedError(
-            f"{len(tensors)} tensor arguments in the exported program, {len(signature.tensors)} in "
-            "the example call"
-        )
-    for leaf, value in zip(signature.tensors, tensors, strict=True):
-        if value.dim() != leaf.example.dim():
-            raise SpecializedError(
-                f"argument {leaf.path}: shape {tuple(value.shape)} in the exported program, "
-                f"{tuple(leaf.example.shape)} in the example call"
-            )
-        if not leaf.carries_batch(replicated):
-            continue
-        rows: Any = value.shape[0]
-        if not isinstance(rows, torch.SymInt):
-            raise SpecializedError(f"the rows of {leaf.path} were fixed to {rows}")
-        symbol = rows.node.expr
-        if not symbol.is_Symbol:
-            raise SpecializedError(f"the rows of {leaf.path} have to be of the form {symbol}")
-        limits = program.range_constraints.get(symbol)
-        if limits is not None and (limits.lower > 2 or limits.upper < 2**31):
-            raise SpecializedError(
-                f"the rows of {leaf.path} have to be between {limits.lower} and {limits.upper}"
-            )
-    return tensors
-
-
-def _keep_tensor_inputs(graph: fx.Graph, signature: CallSignature) -> None:
-    """Removes the placeholders of constant arguments, so that one is left for each tensor."""
-    tensors = 0
-    for node in list(graph.nodes):
-        if node.op != "placeholder":
-            continue
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            tensors += 1
+def _tensor_inputs(graph: fx.Graph, signature: CallSignature) -> list[torch.Tensor]:
+    """What stands for the call's tensors; removes the placeholders of all other arguments."""
+    values = []
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            values.append(value)
         else:
             assert not node.users, f"the constant argument {node.name} is used as a value"
             graph.erase_node(node)
-    assert tensors == len(signature.tensors)
+    expected = [leaf.example.dim() for leaf in signature.tensors]
+    found = [value.dim() for value in values]
+    if found != expected:
+        raise SpecializedError(
+            f"tensor arguments of {found} dimensions in the exported program, of {expected} in the "
+            "example call"
+        )
+    return values
+
+
+def _check_rows(path: str, rows: Any, constraints: Mapping[Any, Any]) -> None:
+    if not isinstance(rows, torch.SymInt):
+        raise SpecializedError(f"the rows of {path} were fixed to {rows}")
+    symbol = rows.node.expr
+    if not symbol.is_Symbol:
+        raise SpecializedError(f"the rows of {path} have to be of the form {symbol}")
+    limits = constraints.get(symbol)
+    if limits is not None and (limits.lower > 2 or limits.upper < 2**31):
+        raise SpecializedError(
+            f"the rows of {path} have to be between {limits.lower} and {limits.upper}"
+        )
 
 
 def _drop_checks(graph: fx.Graph) -> None:
@@ -249,14 +238,6 @@ def _is_pure(node: fx.Node) -> bool:
             return False
         return not schema.is_mutable and torch.Tag.nondeterministic_seeded not in tags
     return getattr(node.target, "__module__", "") in ("_operator", "math")
-
-
-def _call_regions_directly(graph: fx.Graph) -> None:
-    """Replaces the operators for no_grad and autocast regions by calls under context managers."""
-    for node in graph.nodes:
-        replacement = _REGIONS.get(getattr(node.target, "__name__", ""))
-        if node.op == "call_function" and replacement is not None:
-            node.target = replacement
 
 
 def with_grad_enabled(enabled: bool, region: Any, *args: Any) -> Any:

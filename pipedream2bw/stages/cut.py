@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from .. import _C
-from ..capture.captured import Captured, first_layers
+from ..capture.captured import Captured, names_of_layers
 from .codegen import generate
 from .program import StageProgram
 
@@ -69,7 +69,7 @@ class _Splitter:
         self._captured = captured
         self._recomputed_blocks = recomputed_blocks
         self._draws = draws
-        self._names = first_layers(captured)
+        self._names = names_of_layers(captured)
         self._num_stages = len(boundaries)
         ends = [*boundaries[1:], len(captured.layers)]
         self._ranges = [range(start, end) for start, end in zip(boundaries, ends, strict=True)]
@@ -200,18 +200,10 @@ class _Splitter:
             unused_parameters=unused,
             buffers=buffers,
             layers=self._ranges[stage],
-            first_layer_name=self._first_name(self._ranges[stage]),
+            first_layer_name=next((self._names[layer] for layer in self._ranges[stage]), None),
             home=captured.device,
             source=source,
         )
-
-    def _first_name(self, layers: range) -> str | None:
-        if not layers:
-            return None
-        name = self._captured.layers[layers[0]].name
-        if self._names[name] == layers[0]:
-            return name
-        return self._captured.layer_nodes[layers[0]].name
 
     def _in_order(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted(names, key=self._position.__getitem__))

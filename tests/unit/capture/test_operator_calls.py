@@ -158,7 +158,9 @@ def test_nothing_may_be_written_to_what_was_computed_before(
 ) -> None:
     monkeypatch.delattr(capture, "export")
     monkeypatch.delattr(capture, "read_bytecode")
-    with pytest.raises(ValueError, match="fx: .*: it writes in place to a tensor that was made wh"):
+    with pytest.raises(
+        ValueError, match=r"fx: .*: it writes in place to a tensor that was made wh"
+    ):
         cut(Model(call), 1, X)
 
 
