@@ -130,7 +130,8 @@ class _Graph:
         values = self._values(given, replicated)
         for node, value in zip(inputs, values, strict=True):
             node.meta["val"] = value
-            for dimension, size in enumerate(value.shape):
+            shape: Sequence[Any] = value.shape
+            for dimension, size in enumerate(shape):
                 if isinstance(size, torch.SymInt):
                     self._sizes[size.node.expr] = node, dimension
         for node, value in given.items():

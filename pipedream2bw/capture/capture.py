@@ -19,14 +19,12 @@ from ..model.clone import structural_clone, trial_copy
 from ..model.surroundings import plain_modes, random_state_kept
 from .arguments import CallSignature
 from .bytecode import read_bytecode
-from .captured import Captured, Draft, first_layers
+from .captured import Captured, Draft
 from .chain import ModuleChain, as_root, chained, is_plain_sequential
 from .exporting import export
+from .layer_names import first_layers
 from .traced import Traced, reason_of
 from .tracing import trace
-
-_MANY_STAGES = 8
-"""A model that torch.fx cannot trace as a whole is exported unless it can form so many."""
 
 
 def capture(
@@ -78,31 +76,6 @@ def capture(
     )
     with plain_modes():
         return _checked(root, search.capture(prefer))
-
-
-def capture_finely(
-    root: nn.Module,
-    example: tuple[Sequence[Any], Mapping[str, Any]],
-    replicated: Sequence[str],
-    *,
-    dynamic_shapes: bool = False,
-) -> Captured:
-    """Captures a model in as many layers as possible: ``split=`` may name any of them.
-
-    Profiles and plans count these layers, so they do not depend on a number of stages.
-    """
-    args, kwargs = example
-    options: dict[str, Any] = {
-        "example_args": args,
-        "example_kwargs": kwargs,
-        "replicated": replicated,
-        "dynamic_shapes": dynamic_shapes,
-        "prefer": "fx",
-    }
-    try:
-        return capture(root, num_stages=_MANY_STAGES, **options)
-    except ValueError:
-        return capture(root, num_stages=1, **options)
 
 
 def split_model_args(

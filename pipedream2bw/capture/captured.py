@@ -81,78 +81,6 @@ def is_layer(node: fx.Node) -> bool:
     return node.op in ("call_module", "call_function", "call_method")
 
 
-def first_layers(captured: Captured) -> dict[str, int]:
-    """Finds the first layer under every name that a stage may begin at (modules and layers)."""
-    first: dict[str, int] = {}
-    for index, (layer, node) in enumerate(zip(captured.layers, captured.layer_nodes, strict=True)):
-        for name in (*_modules_around(node), layer.name):
-            first.setdefault(name, index)
-        if first[layer.name] != index:  # the module's second call
-            first.setdefault(node.name, index)
-    return first
-
-
-def blocks_of_layers(
-    captured: Captured, root: nn.Module, names: Sequence[str], *, training: bool
-) -> dict[fx.Node, str]:
-    """Finds the layers in the named modules, each with the outermost named module around it.
-
-    Raises:
-        ValueError: there is no such module, or in training no layer known to be in it.
-    """
-    known = {name for name, _ in root.named_modules(remove_duplicate=False)}
-    for name in names:
-        if name not in known or not name:
-            raise ValueError(f"recompute: {name!r} is no module of the model")
-    blocks: dict[fx.Node, str] = {}
-    for node in captured.layer_nodes:
-        places = [*_modules_around(node), layer_name(node)]
-        for name in sorted(names, key=len):
-            if any(place == name or place.startswith(f"{name}.") for place in places):
-                blocks[node] = name
-                break
-    found = set(blocks.values())
-    for name in names if training else ():
-        if not any(name == block or name.startswith(f"{block}.") for block in found):
-            raise ValueError(
-                f"recompute: no layer of the captured model is in {name!r}: it computes nothing, "
-                "or a module around it is called as a whole"
-            )
-    return blocks
-
-
-def describe_layer(captured: Captured, index: int) -> str:
-    """Describes a layer for a message: its name and the module that it is in."""
-    name = captured.layers[index].name
-    around = _modules_around(captured.layer_nodes[index])
-    return f"{name!r} in {around[-1]!r}" if around and around[-1] != name else repr(name)
-
-
-def place_of(captured: Captured, index: int) -> str:
-    """The innermost module that a layer is in, or its own name outside of all."""
-    around = _modules_around(captured.layer_nodes[index])
-    return around[-1] if around else captured.layers[index].name
-
-
-def block_around(captured: Captured, index: int) -> str | None:
-    """The outermost member of a list or sequence of modules that a layer is in."""
-    for name in _modules_around(captured.layer_nodes[index]):
-        if name.rpartition(".")[2].isdigit():
-            return name
-    return None
-
-
-def _modules_around(node: fx.Node) -> list[str]:
-    """Returns the qualified names of the modules that a node was traced in, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    names = (str(name).removeprefix("L['self']").lstrip(".") for name, _ in stack.values())
-    return [name for name in names if name and name != _NO_MODULE]
-
-
-_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
-"""What torch.export calls the place of a node that it has made outside of all modules."""
-
-
 class Draft:
     """A graph of a model, before it is known what its layers cost.
 
@@ -392,14 +320,3 @@ def bonds_of(captured: Captured) -> Bonds:
         for first, last, name in captured.costs.written_values
     )
     return Bonds([bond for bond in found if bond.first != bond.last])
-
-
-def names_of_layers(captured: Captured) -> list[str]:
-    """What ``PipelineModule(split=[...])`` takes for each layer."""
-    first = first_layers(captured)
-    return [
-        layer.name if first[layer.name] == index else node.name
-        for index, (layer, node) in enumerate(
-            zip(captured.layers, captured.layer_nodes, strict=True)
-        )
-    ]

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ...capture.capture import capture_finely
-from ...capture.captured import Captured, names_of_layers
+from ...capture.captured import Captured
 from ...capture.chain import as_root
 from ...capture.device_figures import NOMINAL, DeviceFigures
+from ...capture.finely import capture_finely
+from ...capture.layer_names import names_of_layers
 from ...checks import check_whole_number
 from ...model.fingerprint import describe_parameters
 from ...model.materialize import Example, for_capture, home_of, is_on_meta
