@@ -92,7 +92,8 @@ class CallSignature:
     def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the example call's args and kwargs with ``values`` in place of its tensors."""
         remaining = iter(values)
-        built = [_rebuild(template, remaining) for template in self._templates]
+        example = [*self.args, *self.kwargs.values()]
+        built = pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), example)
         return tuple(built[: len(self.args)]), dict(
             zip(self.kwargs, built[len(self.args) :], strict=True)
         )
@@ -221,15 +222,6 @@ def _collect_container(template: _Container, value: Any, values: list[torch.Tens
         )
     for child, item in zip(template.children, children, strict=True):
         _collect(child, item, values)
-
-
-def _rebuild(template: Any, remaining: Any) -> Any:
-    if isinstance(template, TensorLeaf):
-        return next(remaining)
-    if isinstance(template, _Constant):
-        return template.value
-    children = [_rebuild(child, remaining) for child in template.children]
-    return pytree.tree_unflatten(children, template.spec)
 
 
 def _same_constant(given: Any, example: Any) -> bool:

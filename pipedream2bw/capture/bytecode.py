@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..model.clone import copies_of_buffers, structural_clone
-from ..model.hooks import why_not_exported
+from ..model.hooks import refuse_hooks
 from ..model.surroundings import (
     random_state_kept,
     random_states,
@@ -25,7 +25,7 @@ from ..model.surroundings import (
     torch_reports_silenced,
 )
 from .arguments import CallSignature
-from .exporting import HookedError, SpecializedError, example_of
+from .exporting import SpecializedError, example_of
 from .shape_rule import ShapeRule
 from .traced import Traced
 
@@ -57,9 +57,7 @@ def read_bytecode(
         SpecializedError: the number of rows was fixed.
         LeftOutError: a mode is switched between layers, or a buffer is assigned.
     """
-    reason = why_not_exported(root)
-    if reason is not None:
-        raise HookedError(reason)
+    refuse_hooks(root)
     clone = structural_clone(root, {}, copies_of_buffers(root), on_trial=True)
     examples = [example_of(leaf, replicated) for leaf in signature.tensors]
     for leaf, example in zip(signature.tensors, examples, strict=True):

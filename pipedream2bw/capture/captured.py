@@ -126,7 +126,7 @@ class Draft:
         positions = tuple(i for i, node in enumerate(placeholders) if node.users)
         if uses:  # what the model returns as it is belongs to where it is returned
             (output,) = (node for node in graph.nodes if node.op == "output")
-            uses[-1] = _joined(uses[-1], names.used_by(output))
+            uses[-1] = names.used_by(self._layers[-1], output)
         examples = [leaf.example for leaf in self._signature.tensors]
         tensors = [*root.parameters(), *examples]
         compares = self._how == "fx"  # the other ways run the model's own code
@@ -156,15 +156,6 @@ class Draft:
             input_positions=positions,
             shape_rule=self.traced.shape_rule,
         )
-
-
-def _joined(
-    uses: tuple[tuple[str, ...], tuple[str, ...]], more: tuple[tuple[str, ...], tuple[str, ...]]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    parameters, buffers = (
-        tuple(dict.fromkeys([*mine, *others])) for mine, others in zip(uses, more, strict=True)
-    )
-    return parameters, buffers
 
 
 def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str, Any]:
@@ -260,11 +251,12 @@ class _Names:
         """Returns the module that a call_module node calls, if it is one of the model's."""
         return self._modules.get(str(node.target)) if node.op == "call_module" else None
 
-    def used_by(self, layer: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the canonical names of the parameters and of the buffers that a layer uses."""
+    def used_by(self, *layers: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the canonical names of the parameters and of the buffers that layers use."""
         parameters: list[torch.Tensor] = []
         buffers: list[torch.Tensor] = []
-        for attribute in map(self.attribute_of, nodes_with_attributes(layer)):
+        nodes = (node for layer in layers for node in nodes_with_attributes(layer))
+        for attribute in map(self.attribute_of, nodes):
             item = attribute.found_in(self._root)
             if attribute.kind == "module":
                 parameters.extend(item.parameters())

@@ -17,8 +17,9 @@ import torch
 from torch import fx, nn
 
 from ..model.added_loss import restore_added_losses
-from ..model.hooks import why_not_exported
+from ..model.hooks import refuse_hooks
 from ..model.surroundings import (
+    attribute_set,
     random_state_kept,
     random_states,
     refuse_random_numbers,
@@ -29,10 +30,6 @@ from .arguments import CallSignature, TensorLeaf
 from .own_program import note_changes
 from .shape_rule import ShapeRule
 from .traced import Traced
-
-
-class HookedError(Exception):
-    """The exported program would not run the hooks of a module."""
 
 
 class BackwardLostError(Exception):
@@ -66,9 +63,7 @@ def export(
         if leaf.carries_batch(replicated):
             dimensions[0] = torch.export.Dim.DYNAMIC
         shapes[example] = dimensions
-    reason = why_not_exported(root)
-    if reason is not None:
-        raise HookedError(reason)
+    refuse_hooks(root)
     has_changed = note_changes(root)
     _name_keywords(root, args, kwargs)
     before = random_states()
@@ -99,19 +94,11 @@ def export(
     )
 
 
-@contextlib.contextmanager
-def _no_origins_noted() -> Iterator[None]:
+def _no_origins_noted() -> contextlib.AbstractContextManager[None]:
     """Spares an export a tenth of its time: torch notes the lines that call each operator."""
     name = "do_not_emit_stack_traces"
     config = getattr(fx, "config", None)  # older torch has neither
-    notes_none = getattr(config, name, True)
-    if not notes_none:
-        setattr(config, name, True)
-    try:
-        yield
-    finally:
-        if not notes_none:
-            setattr(config, name, False)
+    return attribute_set(config, name, True) if hasattr(config, name) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -143,13 +130,11 @@ def _backwards_kept() -> Iterator[None]:
             return hook(self, called)  # type: ignore[no-untyped-call]
         raise BackwardLostError(f"a hook of a tensor would be lost: {called}")
 
-    function.apply = classmethod(refusing_apply)  # type: ignore[method-assign,assignment]
-    tensor.register_hook = refusing_hook  # type: ignore[method-assign]
-    try:
+    with (
+        attribute_set(function, "apply", classmethod(refusing_apply)),
+        attribute_set(tensor, "register_hook", refusing_hook),
+    ):
         yield
-    finally:
-        function.apply = apply  # type: ignore[method-assign]
-        tensor.register_hook = hook  # type: ignore[method-assign]
 
 
 def _name_keywords(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

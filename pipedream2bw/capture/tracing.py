@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from ..accelerator import device_types
 from ..model.hooks import has_hooks
 from ..model.surroundings import (
+    attribute_set,
     random_state_kept,
     random_states,
     refuse_random_numbers,
@@ -208,8 +209,7 @@ def _ambient_modes() -> dict[str, Any]:
     return modes
 
 
-@contextlib.contextmanager
-def _autograd_functions_traced() -> Iterator[None]:
+def _autograd_functions_traced() -> contextlib.AbstractContextManager[None]:
     """Records calls of custom autograd functions as nodes instead of tracing their forward."""
     plain = torch.autograd.Function.__dict__["apply"]
 
@@ -220,8 +220,4 @@ def _autograd_functions_traced() -> Iterator[None]:
                 return value.tracer.create_proxy("call_function", call, args, kwargs)
         return call(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = plain  # type: ignore[method-assign]
+    return attribute_set(torch.autograd.Function, "apply", classmethod(apply))
