@@ -32,7 +32,6 @@ class Layer:
     name: str
     forward_cost: float
     backward_cost: float
-    parameter_bytes: int
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -108,13 +107,13 @@ class Draft:
         gather_lookups(graph, self._names.module_of, lambda node: self._names.used_by(node)[0])
         self._layers = [node for node in graph.nodes if is_layer(node)]
         self._uses = [self._names.used_by(node) for node in self._layers]
-        self._sizes = {name: bytes_in(parameter) for name, parameter in root.named_parameters()}
 
     @property
     def parameter_bytes(self) -> list[tuple[str, int]]:
         """Each layer's name, and the bytes of its parameters."""
+        sizes = {name: bytes_in(parameter) for name, parameter in self._root.named_parameters()}
         return [
-            (layer_name(node), sum(self._sizes[name] for name in parameters))
+            (layer_name(node), sum(sizes[name] for name in parameters))
             for node, (parameters, _) in zip(self._layers, self._uses, strict=True)
         ]
 
@@ -133,9 +132,9 @@ class Draft:
         call = self._signature if compares or self.traced.changes_attributes else None
         costs = dry_run(root, graph, names.attribute_of, examples, call=call, compares=compares)
         layers = [
-            Layer(layer_name(node), forward, backward, sum(map(self._sizes.__getitem__, used)))
-            for node, forward, backward, (used, _) in zip(
-                self._layers, costs.forward, costs.backward, uses, strict=True
+            Layer(layer_name(node), forward, backward)
+            for node, forward, backward in zip(
+                self._layers, costs.forward, costs.backward, strict=True
             )
         ]
         return Captured(
@@ -148,7 +147,7 @@ class Draft:
             layer_nodes=self._layers,
             layer_parameters=[parameters for parameters, _ in uses],
             layer_buffers=[buffers for _, buffers in uses],
-            parameter_names=tuple(self._sizes),
+            parameter_names=tuple(name for name, _ in root.named_parameters()),
             buffer_names=tuple(name for name, _ in root.named_buffers()),
             costs=costs,
             attribute_of=names.attribute_of,

@@ -77,7 +77,7 @@ def add_loss(
     values = dict(zip(placeholders, tensors, strict=True))
     made = dataclasses.replace(
         captured,
-        layers=[*captured.layers, Layer("loss", costs.forward[-1], costs.backward[-1], 0)],
+        layers=[*captured.layers, Layer("loss", costs.forward[-1], costs.backward[-1])],
         model_inputs=(*captured.model_inputs, *(node.name for node in targets)),
         graph=graph,
         layer_nodes=[*(copies[node] for node in captured.layer_nodes), loss],
