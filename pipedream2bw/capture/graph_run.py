@@ -38,10 +38,13 @@ class GraphRun(fx.Interpreter):
         """Runs a node as torch.fx does, but for what its attribute is."""
         if n.op == "get_attr":
             return self.attribute(n)
-        if n.op != "call_module":
-            return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        return self.attribute(n)(*args, **kwargs)
+        return self.compute(n, *self.fetch_args_kwargs_from_env(n))
+
+    def compute(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Computes a node from the values of its arguments."""
+        if node.op == "call_module":
+            return self.attribute(node)(*args, **kwargs)
+        return getattr(self, node.op)(node.target, args, kwargs)
 
     def record(self, examples: Sequence[torch.Tensor]) -> None:
         """Runs the graph and remembers what it calls."""
