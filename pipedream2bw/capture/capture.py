@@ -121,7 +121,7 @@ class _Search:
             except Exception as error:
                 self.reasons.append(f"{how}: {reason_of(error)}")
                 continue
-            draft = Draft(root, how, traced, signature, self.reasons)
+            draft = Draft(root, how, traced, signature, notes=self.reasons)
             sizes = draft.parameter_bytes
             if len(sizes) < self.num_stages:
                 self.reasons.append(f"{how}: {len(sizes)} layers, num_stages: {self.num_stages}")

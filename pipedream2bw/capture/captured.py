@@ -96,6 +96,7 @@ class Draft:
         how: str,
         traced: Traced,
         signature: CallSignature,
+        *,
         notes: Sequence[str] = (),
     ) -> None:
         self.traced = traced
