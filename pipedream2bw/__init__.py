@@ -30,7 +30,6 @@ from .checkpoint.save import save
 from .checkpoint.saving import Saving
 from .model.added_loss import add_loss, collect_losses
 from .model.deferred import deferred_init
-from .model.linear_cross_entropy import linear_cross_entropy
 from .model.local_shards import use_local_shards
 from .model.random_numbers import reference_random
 from .optimizer.loss_scale import LossScale
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
         TrafficReport,
         data_stalls,
         fastest_v_schedule,
+        linear_cross_entropy,
         ok_topk_hook,
         traffic_report,
     )

@@ -92,7 +92,8 @@ class CallSignature:
     def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the example call's args and kwargs with ``values`` in place of its tensors."""
         remaining = iter(values)
-        built = [_rebuild(template, remaining) for template in self._templates]
+        example = [*self.args, *self.kwargs.values()]
+        built = pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), example)
         return tuple(built[: len(self.args)]), dict(
             zip(self.kwargs, built[len(self.args) :], strict=True)
         )
@@ -197,39 +198,24 @@ def _collect_container(template: _Container, value: Any, values: list[torch.Tens
             f"argument {template.path}: {type(value).__name__} given, "
             f"{template.kind.__name__} in the example call"
         )
-    if isinstance(value, dict):
-        if value.keys() != set(template.keys):
-            raise ValueError(
-                f"argument {template.path}: keys {_listing(value)} given, "
-                f"{_listing(template.keys)} in the example call"
-            )
-        children = [value[key] for key in template.keys]
-    elif isinstance(value, (list, tuple)):
-        children = list(value)
-    else:
-        pairs, spec = _open(value)
-        if spec != template.spec:
-            raise ValueError(
-                f"argument {template.path}: structure {spec} given, "
-                f"{template.spec} in the example call"
-            )
-        children = [child for _, child in pairs]
-    if len(children) != len(template.children):
+    pairs, spec = _open(value)
+    given = dict(pairs)
+    if isinstance(value, dict) and given.keys() != set(template.keys):
         raise ValueError(
-            f"argument {template.path}: {len(children)} elements given, "
+            f"argument {template.path}: keys {_listing(value)} given, "
+            f"{_listing(template.keys)} in the example call"
+        )
+    if len(given) != len(template.children):
+        raise ValueError(
+            f"argument {template.path}: {len(given)} elements given, "
             f"{len(template.children)} in the example call"
         )
-    for child, item in zip(template.children, children, strict=True):
-        _collect(child, item, values)
-
-
-def _rebuild(template: Any, remaining: Any) -> Any:
-    if isinstance(template, TensorLeaf):
-        return next(remaining)
-    if isinstance(template, _Constant):
-        return template.value
-    children = [_rebuild(child, remaining) for child in template.children]
-    return pytree.tree_unflatten(children, template.spec)
+    if not isinstance(value, (dict, list, tuple)) and spec != template.spec:
+        raise ValueError(
+            f"argument {template.path}: structure {spec} given, {template.spec} in the example call"
+        )
+    for key, child in zip(template.keys, template.children, strict=True):
+        _collect(child, given[key], values)
 
 
 def _same_constant(given: Any, example: Any) -> bool:

@@ -15,10 +15,9 @@ class Attribute:
     Attributes:
         kind: "module", "parameter", "buffer" (looked up in every call, since a module may assign a
             new tensor), "constant" (``value``, the same for every clone), "device" (a constant that
-            moves with the stage), or "block" (runs the part of a stage that belongs to the module
-            ``target``, and runs it again for its backward).
+            moves with the stage), or "made" (``value(clone)``, for this place of a stage alone).
         target: the qualified name.
-        value: a constant, or the number of a block.
+        value: see ``kind``.
     """
 
     kind: str

@@ -7,10 +7,9 @@ autograd functions and hooks of tensors, whose backward it records. One graph ha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from ..model.clone import copies_of_buffers, structural_clone
-from ..model.hooks import why_not_exported
+from ..model.hooks import refuse_hooks
 from ..model.surroundings import (
     random_state_kept,
     random_states,
@@ -26,8 +25,9 @@ from ..model.surroundings import (
     torch_reports_silenced,
 )
 from .arguments import CallSignature
-from .exporting import HookedError, SpecializedError, example_of
+from .exporting import SpecializedError, example_of
 from .shape_rule import ShapeRule
+from .traced import Traced
 
 
 class LeftOutError(Exception):
@@ -40,15 +40,13 @@ class _Recording:
 
     module: fx.GraphModule
     inputs: Sequence[Any]
-    outputs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    outputs: list[torch.Tensor]
 
 
 def read_bytecode(
     root: nn.Module, signature: CallSignature, replicated: set[str], *, dynamic_shapes: bool
-) -> tuple[fx.Graph, nn.Module, ShapeRule]:
+) -> Traced:
     """Captures ``root`` as the example call calls it; the forward is not computed.
-
-    Returns what :func:`pipedream2bw.capture.exporting.export` does.
 
     Args:
         dynamic_shapes: whether sizes beside the number of rows are left open where the model does.
@@ -59,9 +57,7 @@ def read_bytecode(
         SpecializedError: the number of rows was fixed.
         LeftOutError: a mode is switched between layers, or a buffer is assigned.
     """
-    reason = why_not_exported(root)
-    if reason is not None:
-        raise HookedError(reason)
+    refuse_hooks(root)
     clone = structural_clone(root, {}, copies_of_buffers(root), on_trial=True)
     examples = [example_of(leaf, replicated) for leaf in signature.tensors]
     for leaf, example in zip(signature.tensors, examples, strict=True):
@@ -83,20 +79,17 @@ def _recorded(
     found: list[_Recording] = []
 
     def record(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        found.append(_Recording(module, list(inputs)))
-        return stand_in
-
-    def stand_in(*args: Any) -> list[torch.Tensor]:
-        (recording,) = found
-        (output,) = (node for node in recording.module.graph.nodes if node.op == "output")
-        recording.outputs = [torch.empty(0) for _ in output.args[0]]
-        return recording.outputs
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        found.append(_Recording(module, list(inputs), [torch.empty(0) for _ in output.args[0]]))
+        return lambda *args: found[0].outputs
 
     args, kwargs = signature.rebuild(examples)
     buffers = dict(clone.named_buffers())
     before = random_states()
     compiled = torch.compile(clone, backend=record, fullgraph=True)
-    with random_state_kept(), torch_reports_silenced(), _any_number_of_graphs():
+    # Every capture is another graph of the same code, of which torch.compile limits the number.
+    limits = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
+    with random_state_kept(), torch_reports_silenced(), torch._dynamo.config.patch(limits):
         result = compiled(*args, **kwargs)
         refuse_random_numbers(before)
     if len(found) != 1:
@@ -105,14 +98,6 @@ def _recorded(
         if buffers.get(name) is not buffer:
             raise LeftOutError(f"the forward assigns another tensor to the buffer {name}")
     return found[0], result
-
-
-@contextlib.contextmanager
-def _any_number_of_graphs() -> Iterator[None]:
-    """Every capture is another graph of the same code, of which torch.compile limits the number."""
-    limits = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
-    with torch._dynamo.config.patch(limits):
-        yield
 
 
 class _Graph:
@@ -126,37 +111,42 @@ class _Graph:
         examples: Sequence[torch.Tensor],
     ) -> None:
         self._recording = recording
+        self._module = recording.module  # what the graph refers to beside the model's tensors
         self._signature = signature
         self._examples = examples
         state = (*clone.named_parameters(), *clone.named_buffers())
         self._state = {id(tensor): name for name, tensor in state}
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
-        self._module = nn.Module()  # what the graph refers to beside the model's tensors
+        self._sizes: dict[Any, tuple[fx.Node, int]] = {}  # the open ones: argument and dimension
 
-    def made(self, result: Any, replicated: set[str]) -> tuple[fx.Graph, nn.Module, ShapeRule]:
-        """The graph, its module and the shapes that it is valid for."""
-        graph, source = self._graph, self._recording.module.graph
+    def made(self, result: Any, replicated: set[str]) -> Traced:
+        graph, source = self._graph, self._module.graph
         inputs = [graph.placeholder(leaf.name) for leaf in self._signature.tensors]
         placeholders = [node for node in source.nodes if node.op == "placeholder"]
         given = dict(zip(placeholders, self._recording.inputs, strict=True))
         values = self._values(given, replicated)
         for node, value in zip(inputs, values, strict=True):
             node.meta["val"] = value
-        sizes = _Sizes(graph, inputs, values)
-        for node in source.nodes:
-            if node.op == "placeholder":
-                self._copies[node] = self._argument(node, given[node], inputs, sizes)
-            elif node.op != "output":
-                if changes_modes(node):
-                    raise LeftOutError(f"{node.name} switches a mode of torch between layers")
-                self._copies[node] = self._copied(node)
-        self._return(result, inputs)
+            shape: Sequence[Any] = value.shape
+            for dimension, size in enumerate(shape):
+                if isinstance(size, torch.SymInt):
+                    self._sizes[size.node.expr] = node, dimension
+        for node, value in given.items():
+            self._copies[node] = self._argument(node, value, inputs)
+        switch = next(filter(changes_modes, source.nodes), None)
+        if switch is not None:
+            raise LeftOutError(f"{switch.name} switches a mode of torch between layers")
+        returned = graph.graph_copy(source, self._copies)
+        for node, copied in self._copies.items():
+            if node not in given:
+                _complete(node, copied)
+        self._return(result, inputs, returned)
         for node in reversed(list(graph.nodes)):
             if not node.users and (node.op == "get_attr" or node.target == "size"):
                 graph.erase_node(node)
         graph.lint()
-        return graph, self._module, ShapeRule(values)
+        return Traced(graph=graph, module=self._module, shape_rule=ShapeRule(values))
 
     def _values(self, given: Mapping[fx.Node, Any], replicated: set[str]) -> list[torch.Tensor]:
         """What stands for the call's tensors, whose numbers of rows are open."""
@@ -171,44 +161,33 @@ class _Graph:
             values.append(value)
         return values
 
-    def _argument(
-        self, node: fx.Node, value: Any, inputs: Sequence[fx.Node], sizes: _Sizes
-    ) -> fx.Node:
+    def _argument(self, node: fx.Node, value: Any, inputs: Sequence[fx.Node]) -> fx.Node:
         for position, example in enumerate(self._examples):
             if value is example:
                 return inputs[position]
         if id(value) in self._state:
             return self._graph.get_attr(self._state[id(value)])
         if isinstance(value, (int, torch.SymInt)):
-            return sizes.of(node)
+            return self._size(node)
         if isinstance(value, torch.Tensor):  # which the forward finds elsewhere
             name = f"_constant_{len(self._copies)}"
             self._module.register_buffer(name, value)
             return self._graph.get_attr(name)
         raise LeftOutError(f"{node.target} is neither an argument nor a tensor of the model")
 
-    def _copied(self, node: fx.Node) -> fx.Node:
-        copied = self._graph.node_copy(node, self._copies.__getitem__)
-        if getattr(node.target, "__name__", "") == "register_hook":
-            copied.target = with_hook
-        if node.op == "get_attr":  # a region: the body of an autograd function, or of a hook
-            setattr(
-                self._module, str(node.target), getattr(self._recording.module, str(node.target))
-            )
-        if "example_value" in node.meta:
-            copied.meta["val"] = node.meta["example_value"]
-        stack = node.meta.get("nn_module_stack") or {}
-        copied.meta["nn_module_stack"] = {
-            key: (_qualified(str(name)), kind) for key, (name, kind) in stack.items()
-        }
-        return copied
+    def _size(self, node: fx.Node) -> fx.Node:
+        """A node for the open size that the graph takes as an argument."""
+        size: Any = node.meta.get("example_value")
+        place = self._sizes.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+        if place is None:
+            raise LeftOutError(f"{node.target} is a number that is no size of an argument")
+        made = self._graph.call_method("size", place)
+        made.meta["val"] = size
+        return made
 
-    def _return(self, result: Any, inputs: Sequence[fx.Node]) -> None:
-        (output,) = (node for node in self._recording.module.graph.nodes if node.op == "output")
-        known: dict[int, Any] = {
-            id(stand_in): self._copies[node]
-            for stand_in, node in zip(self._recording.outputs, output.args[0], strict=True)
-        }
+    def _return(self, result: Any, inputs: Sequence[fx.Node], outputs: Any) -> None:
+        stand_ins = zip(self._recording.outputs, outputs, strict=True)
+        known: dict[int, Any] = {id(stand_in): node for stand_in, node in stand_ins}
         known |= {id(example): node for example, node in zip(self._examples, inputs, strict=True)}
         leaves, spec = pytree.tree_flatten(result)
         returned = []
@@ -222,29 +201,16 @@ class _Graph:
         self._graph.output(tuple(returned)).meta["out_spec"] = spec
 
 
-class _Sizes:
-    """Nodes for sizes that are open, read from the arguments."""
-
-    def __init__(
-        self, graph: fx.Graph, inputs: Sequence[fx.Node], values: Sequence[torch.Tensor]
-    ) -> None:
-        self._graph = graph
-        self._places: dict[Any, tuple[fx.Node, int]] = {}
-        for node, value in zip(inputs, values, strict=True):
-            shape: Sequence[Any] = value.shape
-            for dimension, size in enumerate(shape):
-                if isinstance(size, torch.SymInt):
-                    self._places[size.node.expr] = node, dimension
-
-    def of(self, node: fx.Node) -> fx.Node:
-        """A node for the size that the graph takes as an argument."""
-        size: Any = node.meta.get("example_value")
-        place = self._places.get(size.node.expr) if isinstance(size, torch.SymInt) else None
-        if place is None:
-            raise LeftOutError(f"{node.target} is a number that is no size of an argument")
-        made = self._graph.call_method("size", place)
-        made.meta["val"] = size
-        return made
+def _complete(node: fx.Node, copied: fx.Node) -> None:
+    """Gives the copy of a node of Dynamo's what the node has besides its arguments."""
+    if getattr(node.target, "__name__", "") == "register_hook":
+        copied.target = with_hook
+    if "example_value" in node.meta:
+        copied.meta["val"] = node.meta["example_value"]
+    stack = node.meta.get("nn_module_stack") or {}
+    copied.meta["nn_module_stack"] = {
+        key: (_qualified(str(name)), kind) for key, (name, kind) in stack.items()
+    }
 
 
 def with_hook(tensor: torch.Tensor, body: Any, *args: Any) -> torch.Tensor:

@@ -9,7 +9,6 @@ generation know only one form.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,15 +19,12 @@ from ..model.clone import structural_clone, trial_copy
 from ..model.surroundings import plain_modes, random_state_kept
 from .arguments import CallSignature
 from .bytecode import read_bytecode
-from .captured import Captured, build_captured, first_layers, layer_parameter_bytes
-from .carried_state import note_changes
-from .chain import ModuleChain, as_root, chain_graph, is_plain_sequential
+from .captured import Captured, Draft
+from .chain import ModuleChain, as_root, chained, is_plain_sequential
 from .exporting import export
-from .shape_rule import ShapeRule
-from .tracing import reason_of, trace
-
-_MANY_STAGES = 8
-"""A model that torch.fx cannot trace as a whole is exported unless it can form so many."""
+from .layer_names import first_layers
+from .traced import Traced, reason_of
+from .tracing import trace
 
 
 def capture(
@@ -82,31 +78,6 @@ def capture(
         return _checked(root, search.capture(prefer))
 
 
-def capture_finely(
-    root: nn.Module,
-    example: tuple[Sequence[Any], Mapping[str, Any]],
-    replicated: Sequence[str],
-    *,
-    dynamic_shapes: bool = False,
-) -> Captured:
-    """Captures a model in as many layers as possible: ``split=`` may name any of them.
-
-    Profiles and plans count these layers, so they do not depend on a number of stages.
-    """
-    args, kwargs = example
-    options: dict[str, Any] = {
-        "example_args": args,
-        "example_kwargs": kwargs,
-        "replicated": replicated,
-        "dynamic_shapes": dynamic_shapes,
-        "prefer": "fx",
-    }
-    try:
-        return capture(root, num_stages=_MANY_STAGES, **options)
-    except ValueError:
-        return capture(root, num_stages=1, **options)
-
-
 def split_model_args(
     captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[torch.Tensor]:
@@ -136,68 +107,34 @@ class _Search:
     def capture(self, prefer: str | None) -> Captured:
         root, signature = self.root, self.signature
         if isinstance(root, ModuleChain):
-            return build_captured(root, "list", chain_graph(root, signature), signature, ())
+            return Draft(root, "list", chained(root, signature), signature).captured
         if isinstance(root, nn.Sequential) and prefer in (None, "sequential"):
             reason = _why_not_sequential(root, signature, self.num_stages, self.names)
             if reason is None:
-                graph = chain_graph(root, signature)
-                return build_captured(root, "sequential", graph, signature, ())
+                return Draft(root, "sequential", chained(root, signature), signature).captured
             self.reasons.append(f"sequential: {reason}")
-        second_best: list[Callable[[], Captured]] = []
+        second_best: list[Draft] = []
         ways = ("fx", "export", "dynamo")
         for how in sorted(ways, key=lambda way: way != prefer):
-            # With dictionaries of buffers of its own: a forward may assign to them.
-            buffers = {buffer: buffer for buffer in root.buffers()}
-            scratch = structural_clone(root, {}, buffers, on_trial=True)
-            leaves: dict[str, str] = {}
-            rule: ShapeRule | None = None
-            has_changed: Callable[[], bool] | None = None
             try:
-                if how == "fx":
-                    module = scratch
-                    graph, leaves = trace(scratch, signature)
-                else:
-                    if how == "export":
-                        has_changed = note_changes(scratch)
-                    make = export if how == "export" else read_bytecode
-                    graph, module, rule = make(
-                        scratch, signature, self.replicated, dynamic_shapes=self.dynamic_shapes
-                    )
+                traced = self._traced(how)
             except Exception as error:
                 self.reasons.append(f"{how}: {reason_of(error)}")
                 continue
-            as_a_whole = [f"{name} is called as a whole: {why}" for name, why in leaves.items()]
-            notes = [*self.reasons, *as_a_whole]
-            build = functools.partial(
-                build_captured,
-                root,
-                how,
-                graph,
-                signature,
-                notes,
-                module,
-                rule,
-                changes_attributes=has_changed is None or has_changed(),
-            )
-            sizes = layer_parameter_bytes(root, graph, module)
+            draft = Draft(root, how, traced, signature, notes=self.reasons)
+            sizes = draft.parameter_bytes
             if len(sizes) < self.num_stages:
                 self.reasons.append(f"{how}: {len(sizes)} layers, num_stages: {self.num_stages}")
                 continue
-            reason = _why_unbalanced("parameters", sizes, self.num_stages, leaves)
-            if reason is None:
-                captured = build()
-                build = functools.partial(_found, captured)
-                reason = self._why_not(captured) or _why_unbalanced(
-                    "cost", _layer_costs(captured), self.num_stages, leaves
-                )
-                if reason is None:
-                    return captured
             # Costs, which take a run on fake tensors, are found where no other way serves.
-            second_best.append(build)
+            reason = self._why_unbalanced("parameters", sizes, draft) or self._why_not(draft)
+            if reason is None:
+                return draft.captured
+            second_best.append(draft)
             self.reasons.append(f"{how}: {reason}")
         served = []
-        for make_one in second_best:
-            captured = make_one()
+        for draft in second_best:
+            captured = draft.captured
             if (reason := self._why_unfit(captured)) is None:
                 served.append(captured)
             else:
@@ -215,14 +152,41 @@ class _Search:
         best = min(served, key=lambda captured: len(_unknown(captured, self.names)))
         return dataclasses.replace(best, notes=tuple(dict.fromkeys([*best.notes, *self.reasons])))
 
+    def _traced(self, how: str) -> Traced:
+        # With dictionaries of buffers of its own: a forward may assign to them.
+        buffers = {buffer: buffer for buffer in self.root.buffers()}
+        scratch = structural_clone(self.root, {}, buffers, on_trial=True)
+        if how == "fx":
+            return trace(scratch, self.signature)
+        make = export if how == "export" else read_bytecode
+        return make(scratch, self.signature, self.replicated, dynamic_shapes=self.dynamic_shapes)
+
     def _why_unfit(self, captured: Captured) -> str | None:
         return captured.costs.unfit or self.demand(captured)
 
-    def _why_not(self, captured: Captured) -> str | None:
-        reason, unknown = self._why_unfit(captured), _unknown(captured, self.names)
-        if reason is None and unknown:
+    def _why_not(self, draft: Draft) -> str | None:
+        captured = draft.captured
+        if (reason := self._why_unfit(captured)) is not None:
+            return reason
+        if unknown := _unknown(captured, self.names):
             return f"split names {unknown[0]!r}, where its graph has no layer"
-        return reason
+        costs = [
+            (layer.name, layer.forward_cost + layer.backward_cost) for layer in captured.layers
+        ]
+        return self._why_unbalanced("cost", costs, draft)
+
+    def _why_unbalanced(
+        self, what: str, sizes: Sequence[tuple[str, float]], draft: Draft
+    ) -> str | None:
+        """Names a module that could not be traced and is too large for stages of equal cost."""
+        whole, leaves = sum(size for _, size in sizes), draft.traced.leaves
+        for name, size in sizes:
+            if name in leaves and size * self.num_stages > 1.1 * whole:
+                return (
+                    f"{name} has {size / whole:.0%} of the {what}, num_stages: {self.num_stages}, "
+                    f"and cannot be traced: {leaves[name]}"
+                )
+        return None
 
 
 def _checked(root: nn.Module, captured: Captured) -> Captured:
@@ -291,25 +255,3 @@ def _why_not_sequential(
 def _unknown(captured: Captured, names: Sequence[str]) -> list[str]:
     known = first_layers(captured)
     return [name for name in names if name not in known]
-
-
-def _found(captured: Captured) -> Captured:
-    return captured
-
-
-def _layer_costs(captured: Captured) -> list[tuple[str, float]]:
-    return [(layer.name, layer.forward_cost + layer.backward_cost) for layer in captured.layers]
-
-
-def _why_unbalanced(
-    what: str, sizes: Sequence[tuple[str, float]], num_stages: int, leaves: Mapping[str, str]
-) -> str | None:
-    """Names a module that could not be traced and is too large for stages of equal cost."""
-    whole = sum(size for _, size in sizes)
-    for name, size in sizes:
-        if name in leaves and size * num_stages > 1.1 * whole:
-            return (
-                f"{name} has {size / whole:.0%} of the {what}, num_stages: {num_stages}, and "
-                f"cannot be traced: {leaves[name]}"
-            )
-    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from .chain import call_chained
 from .costs import LayerCosts, dry_run
 from .reorder import gather_lookups
 from .shape_rule import ShapeRule
+from .traced import Traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,6 @@ class Layer:
     name: str
     forward_cost: float
     backward_cost: float
-    parameter_bytes: int
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -79,171 +80,82 @@ def is_layer(node: fx.Node) -> bool:
     return node.op in ("call_module", "call_function", "call_method")
 
 
-def first_layers(captured: Captured) -> dict[str, int]:
-    """Finds the first layer under every name that a stage may begin at (modules and layers)."""
-    first: dict[str, int] = {}
-    for index, (layer, node) in enumerate(zip(captured.layers, captured.layer_nodes, strict=True)):
-        for name in (*_modules_around(node), layer.name):
-            first.setdefault(name, index)
-        if first[layer.name] != index:  # the module's second call
-            first.setdefault(node.name, index)
-    return first
-
-
-def blocks_of_layers(
-    captured: Captured, root: nn.Module, names: Sequence[str], *, training: bool
-) -> dict[fx.Node, str]:
-    """Finds the layers in the named modules, each with the outermost named module around it.
-
-    Raises:
-        ValueError: there is no such module, or in training no layer known to be in it.
-    """
-    known = {name for name, _ in root.named_modules(remove_duplicate=False)}
-    for name in names:
-        if name not in known or not name:
-            raise ValueError(f"recompute: {name!r} is no module of the model")
-    blocks: dict[fx.Node, str] = {}
-    for node in captured.layer_nodes:
-        places = [*_modules_around(node), layer_name(node)]
-        for name in sorted(names, key=len):
-            if any(place == name or place.startswith(f"{name}.") for place in places):
-                blocks[node] = name
-                break
-    found = set(blocks.values())
-    for name in names if training else ():
-        if not any(name == block or name.startswith(f"{block}.") for block in found):
-            raise ValueError(
-                f"recompute: no layer of the captured model is in {name!r}: it computes nothing, "
-                "or a module around it is called as a whole"
-            )
-    return blocks
-
-
-def describe_layer(captured: Captured, index: int) -> str:
-    """Describes a layer for a message: its name and the module that it is in."""
-    name = captured.layers[index].name
-    around = _modules_around(captured.layer_nodes[index])
-    return f"{name!r} in {around[-1]!r}" if around and around[-1] != name else repr(name)
-
-
-def place_of(captured: Captured, index: int) -> str:
-    """The innermost module that a layer is in, or its own name outside of all."""
-    around = _modules_around(captured.layer_nodes[index])
-    return around[-1] if around else captured.layers[index].name
-
-
-def block_around(captured: Captured, index: int) -> str | None:
-    """The outermost member of a list or sequence of modules that a layer is in."""
-    for name in _modules_around(captured.layer_nodes[index]):
-        if name.rpartition(".")[2].isdigit():
-            return name
-    return None
-
-
-def _modules_around(node: fx.Node) -> list[str]:
-    """Returns the qualified names of the modules that a node was traced in, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    names = (str(name).removeprefix("L['self']").lstrip(".") for name, _ in stack.values())
-    return [name for name in names if name and name != _NO_MODULE]
-
-
-_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
-"""What torch.export calls the place of a node that it has made outside of all modules."""
-
-
-def build_captured(
-    root: nn.Module,
-    how: str,
-    graph: fx.Graph,
-    signature: CallSignature,
-    notes: Sequence[str],
-    traced: nn.Module | None = None,
-    shape_rule: ShapeRule | None = None,
-    *,
-    changes_attributes: bool = True,
-) -> Captured:
-    """Finds out what the layers of ``graph`` use and cost.
+class Draft:
+    """A graph of a model, before it is known what its layers cost.
 
     Args:
         root: the model.
         how, notes: as in :class:`Captured`.
-        graph: its placeholders are the tensors of ``signature`` in order; call_module and get_attr
-            nodes name modules, parameters and buffers as ``root`` does.
+        traced: the graph.
         signature: the tensors of the example call.
-        traced: the module that has the graph's other names; ``root`` if there are none.
-        shape_rule: as in :class:`Captured`.
-        changes_attributes: whether a forward of the model may change attributes of its modules.
     """
-    names = _Names(root, _constants(root, graph, traced or root))
-    gather_lookups(graph, names.module_of, lambda node: names.used_by(node)[0])
-    layer_nodes = [node for node in graph.nodes if is_layer(node)]
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    positions = tuple(i for i, node in enumerate(placeholders) if node.users)
-    uses = [names.used_by(node) for node in layer_nodes]
-    if uses:  # what the model returns as it is belongs to where it is returned
-        (output,) = (node for node in graph.nodes if node.op == "output")
-        uses[-1] = _joined(uses[-1], names.used_by(output))
-    sizes = {
-        name: parameter.numel() * parameter.element_size()
-        for name, parameter in root.named_parameters()
-    }
-    examples = [leaf.example for leaf in signature.tensors]
-    tensors = [*root.parameters(), *examples]
-    compares = how == "fx"  # the other ways run the model's own code
-    call = signature if compares or changes_attributes else None
-    costs = dry_run(root, graph, names.attribute_of, examples, call=call, compares=compares)
-    layers = [
-        Layer(
-            layer_name(node),
-            costs.forward[index],
-            costs.backward[index],
-            sum(sizes[name] for name in uses[index][0]),
+
+    def __init__(
+        self,
+        root: nn.Module,
+        how: str,
+        traced: Traced,
+        signature: CallSignature,
+        *,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.traced = traced
+        self._root, self._how, self._signature = root, how, signature
+        whole = [f"{name} is called as a whole: {why}" for name, why in traced.leaves.items()]
+        self._notes = (*notes, *whole)
+        graph = traced.graph
+        self._names = _Names(root, _constants(root, graph, traced.module))
+        gather_lookups(graph, self._names.module_of, lambda node: self._names.used_by(node)[0])
+        self._layers = [node for node in graph.nodes if is_layer(node)]
+        self._uses = [self._names.used_by(node) for node in self._layers]
+
+    @property
+    def parameter_bytes(self) -> list[tuple[str, int]]:
+        """Each layer's name, and the bytes of its parameters."""
+        sizes = {name: bytes_in(parameter) for name, parameter in self._root.named_parameters()}
+        return [
+            (layer_name(node), sum(sizes[name] for name in parameters))
+            for node, (parameters, _) in zip(self._layers, self._uses, strict=True)
+        ]
+
+    @functools.cached_property
+    def captured(self) -> Captured:
+        """The capture, with what its layers cost: found by a run on fake tensors."""
+        root, graph, names, uses = self._root, self.traced.graph, self._names, list(self._uses)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        positions = tuple(i for i, node in enumerate(placeholders) if node.users)
+        if uses:  # what the model returns as it is belongs to where it is returned
+            (output,) = (node for node in graph.nodes if node.op == "output")
+            uses[-1] = names.used_by(self._layers[-1], output)
+        examples = [leaf.example for leaf in self._signature.tensors]
+        tensors = [*root.parameters(), *examples]
+        compares = self._how == "fx"  # the other ways run the model's own code
+        call = self._signature if compares or self.traced.changes_attributes else None
+        costs = dry_run(root, graph, names.attribute_of, examples, call=call, compares=compares)
+        layers = [
+            Layer(layer_name(node), forward, backward)
+            for node, forward, backward in zip(
+                self._layers, costs.forward, costs.backward, strict=True
+            )
+        ]
+        return Captured(
+            how=self._how,
+            notes=self._notes,
+            layers=layers,
+            model_inputs=tuple(placeholders[i].name for i in positions),
+            device=tensors[0].device if tensors else torch.device("cpu"),
+            graph=graph,
+            layer_nodes=self._layers,
+            layer_parameters=[parameters for parameters, _ in uses],
+            layer_buffers=[buffers for _, buffers in uses],
+            parameter_names=tuple(name for name, _ in root.named_parameters()),
+            buffer_names=tuple(name for name, _ in root.named_buffers()),
+            costs=costs,
+            attribute_of=names.attribute_of,
+            signature=self._signature,
+            input_positions=positions,
+            shape_rule=self.traced.shape_rule,
         )
-        for index, node in enumerate(layer_nodes)
-    ]
-    return Captured(
-        how=how,
-        notes=tuple(notes),
-        layers=layers,
-        model_inputs=tuple(placeholders[i].name for i in positions),
-        device=tensors[0].device if tensors else torch.device("cpu"),
-        graph=graph,
-        layer_nodes=layer_nodes,
-        layer_parameters=[parameters for parameters, _ in uses],
-        layer_buffers=[buffers for _, buffers in uses],
-        parameter_names=tuple(sizes),
-        buffer_names=tuple(name for name, _ in root.named_buffers()),
-        costs=costs,
-        attribute_of=names.attribute_of,
-        signature=signature,
-        input_positions=positions,
-        shape_rule=shape_rule,
-    )
-
-
-def layer_parameter_bytes(
-    root: nn.Module, graph: fx.Graph, traced: nn.Module
-) -> list[tuple[str, int]]:
-    """Lists the layers of ``graph`` with the bytes of their parameters; runs nothing.
-
-    The arguments are those of :func:`build_captured`.
-    """
-    names = _Names(root, _constants(root, graph, traced))
-    sizes = {name: bytes_in(parameter) for name, parameter in root.named_parameters()}
-    return [
-        (layer_name(node), sum(sizes[name] for name in names.used_by(node)[0]))
-        for node in graph.nodes
-        if is_layer(node)
-    ]
-
-
-def _joined(
-    uses: tuple[tuple[str, ...], tuple[str, ...]], more: tuple[tuple[str, ...], tuple[str, ...]]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    parameters, buffers = (
-        tuple(dict.fromkeys([*mine, *others])) for mine, others in zip(uses, more, strict=True)
-    )
-    return parameters, buffers
 
 
 def _constants(root: nn.Module, graph: fx.Graph, traced: nn.Module) -> dict[str, Any]:
@@ -339,11 +251,12 @@ class _Names:
         """Returns the module that a call_module node calls, if it is one of the model's."""
         return self._modules.get(str(node.target)) if node.op == "call_module" else None
 
-    def used_by(self, layer: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns the canonical names of the parameters and of the buffers that a layer uses."""
+    def used_by(self, *layers: fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the canonical names of the parameters and of the buffers that layers use."""
         parameters: list[torch.Tensor] = []
         buffers: list[torch.Tensor] = []
-        for attribute in map(self.attribute_of, nodes_with_attributes(layer)):
+        nodes = (node for layer in layers for node in nodes_with_attributes(layer))
+        for attribute in map(self.attribute_of, nodes):
             item = attribute.found_in(self._root)
             if attribute.kind == "module":
                 parameters.extend(item.parameters())
@@ -399,14 +312,3 @@ def bonds_of(captured: Captured) -> Bonds:
         for first, last, name in captured.costs.written_values
     )
     return Bonds([bond for bond in found if bond.first != bond.last])
-
-
-def names_of_layers(captured: Captured) -> list[str]:
-    """What ``PipelineModule(split=[...])`` takes for each layer."""
-    first = first_layers(captured)
-    return [
-        layer.name if first[layer.name] == index else node.name
-        for index, (layer, node) in enumerate(
-            zip(captured.layers, captured.layer_nodes, strict=True)
-        )
-    ]

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from ..model.materialize import home_of
 from .arguments import CallSignature
+from .traced import Traced
 
 
 class ModuleChain(nn.Module):
@@ -41,7 +42,7 @@ def call_chained(module: nn.Module, value: Any) -> Any:
     return module(*value) if type(value) is tuple else module(value)
 
 
-def chain_graph(root: ModuleChain | nn.Sequential, signature: CallSignature) -> fx.Graph:
+def chained(root: ModuleChain | nn.Sequential, signature: CallSignature) -> Traced:
     """Makes the graph of modules that are called one after another, with one node for each."""
     graph = fx.Graph()
     inputs = [graph.placeholder(leaf.name) for leaf in signature.tensors]
@@ -54,7 +55,7 @@ def chain_graph(root: ModuleChain | nn.Sequential, signature: CallSignature) -> 
         else:
             value = graph.call_module(name, (value,))
     graph.output(value)
-    return graph
+    return Traced(graph=graph, module=root)
 
 
 def is_plain_sequential(root: nn.Module) -> bool:

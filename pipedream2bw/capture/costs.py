@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,10 @@ from ..model.surroundings import torch_reports_silenced
 from ..model.trees import bytes_in, tensors_in
 from .arguments import CallSignature
 from .attribute import Attribute, nodes_with_attributes
-from .carried_state import run_forward
-from .compare_by_running import compare_by_running, why_unfit
 from .device_figures import NOMINAL, DeviceFigures, Work
-from .operator_calls import OperatorCalls, Recorded
+from .graph_run import GraphRun
 from .operator_flops import flops_of
+from .own_program import why_unfit, why_unfit_by_values
 from .saved_bytes import SavedBytes
 
 # A nominal link between stages.
@@ -130,23 +129,23 @@ def dry_run(
     graph calls; where fake tensors are not enough for that, copies of the model compute.
     """
     with torch_reports_silenced():
-        dry = _DryRun(root, attribute_of, examples, figures=figures, count_saved=count_saved)
+        dry = _DryRun(root, graph, attribute_of, examples, figures=figures, count_saved=count_saved)
+        costs = dry.costs(records=compares)
         if call is None:
-            return dry.run(graph)
-        calls = OperatorCalls()
-        costs = dry.run(graph, calls if compares else None)
+            return costs
         named = [
             attribute_of(node) for node in graph.nodes if node.op in ("call_module", "get_attr")
         ]
         whole = [attribute.target for attribute in named if attribute.kind == "module"]
-        forward = None if costs.unknown else dry.run_model(call, whole, records=compares)
-        if forward is not None:
-            models, carried = forward
-            costs.unfit = why_unfit(calls.difference(models) if compares else None, carried)
-        elif compares:
-            costs.unfit, hooked = compare_by_running(
-                root, graph, attribute_of, examples, call, whole
-            )
+        is_told = not costs.unknown
+        if is_told:
+            try:
+                costs.unfit = dry.why_unfit(call, whole, compares=compares)
+            except Exception:  # the forward depends on values, or refuses its arguments
+                is_told = False
+        if compares and not is_told:
+            run_of = functools.partial(GraphRun, graph=graph, attribute_of=attribute_of)
+            costs.unfit, hooked = why_unfit_by_values(root, run_of, examples, call, whole)
             costs.hooked |= hooked
         return costs
 
@@ -178,127 +177,118 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _DryRun:
+class _DryRun(GraphRun):
     def __init__(
         self,
         root: nn.Module,
+        graph: fx.Graph,
         attribute_of: Callable[[fx.Node], Attribute],
         examples: Sequence[torch.Tensor],
         *,
         figures: DeviceFigures,
         count_saved: bool,
     ) -> None:
-        self._root = root
+        self._original = root
         self._figures = figures
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._attribute_of = attribute_of
         parameters = {old: self._fake_parameter(old) for old in root.parameters()}
         buffers = {old: self._mode.from_tensor(old.detach()) for old in root.buffers()}
         # A forward may register hooks, set attributes that say so, and write to tensors there.
         state = {**copies_of_plain_tensors(root), **buffers}
         self._clone = functools.partial(structural_clone, root, parameters, state, on_trial=True)
-        self._fake_root = self._clone()
+        super().__init__(self._clone(), graph, attribute_of)
         self._buffer_names = {id(buffers[old]): name for name, old in root.named_buffers()}
         self._examples = [self._mode.from_tensor(example.detach()) for example in examples]
         # For layers that cannot be counted: they multiply each parameter once for each position.
         self._positions = max((_positions(item) for item in self._examples), default=1)
-        self._values: dict[fx.Node, Any] = {}
+        self._layers: list[fx.Node] = []
         self._missing: set[fx.Node] = set()
         self._kept_alive: list[Any] = []
         self._result = LayerCosts()
-        held = (*self._fake_root.parameters(), *self._fake_root.buffers(), *self._examples)
+        held = (*self._root.parameters(), *self._root.buffers(), *self._examples)
         self._saved = SavedBytes(map(storage_of, held))
         self._counting = self._saved if count_saved else contextlib.nullcontext()
-        self._recording: Recorded | contextlib.nullcontext[None] = contextlib.nullcontext()
 
-    def run(self, graph: fx.Graph, calls: OperatorCalls | None = None) -> LayerCosts:
-        examples = iter(self._examples)
-        layers: list[fx.Node] = []
-        if calls is not None:
-            calls.begin(self._fake_root, self._examples)
-            self._recording = Recorded(calls)
-        with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
-            for node in graph.nodes:
-                if node.op == "placeholder":
-                    self._record(node, next(examples))
-                elif node.op.startswith("call_"):
-                    layers.append(node)
-                    self._layer(node)
-                elif node.op == "output" and calls is not None and not self._result.unknown:
-                    calls.end(pytree.tree_leaves(fx.node.map_arg(node.args, self._value)))
-        self._result.written_values = list(_stale_reads(layers, self._result))
+    def costs(self, *, records: bool) -> LayerCosts:
+        with self._faked():
+            if records:
+                self.record(self._examples)
+            else:
+                self.run(*self._examples)
+        self._result.written_values = list(_stale_reads(self._layers, self._result))
         self._result.kept = self._saved.saved_by_several()
-        self._result.hooked = hooked_by_forward(self._root, self._fake_root)
+        self._result.hooked = hooked_by_forward(self._original, self._root)
         return self._result
 
-    def run_model(
-        self, call: CallSignature, whole: Collection[str], *, records: bool
-    ) -> tuple[OperatorCalls, str | None] | None:
-        """None if the model's forward depends on values, or refuses its arguments."""
-        try:
-            with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
-                return run_forward(self._clone(), self._examples, call, whole, records=records)
-        except Exception:
+    def why_unfit(
+        self, call: CallSignature, whole: Collection[str], *, compares: bool
+    ) -> str | None:
+        """Why the graph cannot stand for the model, see :func:`own_program.why_unfit`."""
+        difference = self.difference if compares else None
+        with self._faked():
+            return why_unfit(self._clone(), self._examples, call, whole, difference)
+
+    @contextlib.contextmanager
+    def _faked(self) -> Iterator[None]:
+        with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
+            yield
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not n.op.startswith("call_"):
+            value = super().run_node(n)
+            if n.op == "placeholder":
+                self._record(n, value)
+            return value
+        self._layers.append(n)
+        parameters, buffers = self._held_by(n)
+        if any(value in self._missing for value in n.all_input_nodes):
+            self._unknown(n, parameters, buffers)
             return None
-
-    def _fake_parameter(self, old: nn.Parameter) -> Any:
-        if type(old) is nn.Parameter:  # a fake copy of a parameter is one; that of a subclass's not
-            return self._mode.from_tensor(old)
-        return nn.Parameter(self._mode.from_tensor(old.detach()), old.requires_grad)
-
-    def _layer(self, node: fx.Node) -> None:
-        parameters, buffers = self._held_by(node)
-        if any(value in self._missing for value in node.all_input_nodes):
-            self._unknown(node, parameters, buffers)
-            return
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
         inputs = tensors_in((args, kwargs))
         versions = [item._version for item in inputs]
         buffer_versions = [item._version for item in buffers]
         counter = _OperatorCounter(free_ones_too=self._figures.free_ones_too)
         num_drawn = _num_drawn()
         try:
-            with self._recording, counter, self._counting:
-                value = self._call(node, args, kwargs)
-        except FAKE_LIMITS:
-            self._unknown(node, parameters, buffers)
-            return
+            with counter, self._counting:
+                value = self.compute(n, args, kwargs)
         except Exception as error:
-            self._result.error = self._result.error or error
-            self._unknown(node, parameters, buffers)
-            return
-        self._record(node, value)
+            if not isinstance(error, FAKE_LIMITS):
+                self._result.error = self._result.error or error
+            self._unknown(n, parameters, buffers)
+            return None
+        self._record(n, value)
         self._result.draws.append(_num_drawn() - num_drawn)
         written = [item for item, old in zip(inputs, versions, strict=True) if item._version != old]
         self._result.writes.append(
             frozenset(storage_of(item) for item in written if id(item) not in self._buffer_names)
         )
-        statistics = self._statistics(node)
+        statistics = self._statistics(n)
         for item, old in zip(buffers, buffer_versions, strict=True):
             if item._version != old or id(item) in statistics:
                 self._result.written_buffers.add(self._buffer_names[id(item)])
         self._cost(counter, parameters, inputs, value)
+        return value
+
+    def _fake_parameter(self, old: nn.Parameter) -> Any:
+        if type(old) is nn.Parameter:  # a fake copy of a parameter is one; that of a subclass's not
+            return self._mode.from_tensor(old)
+        return nn.Parameter(self._mode.from_tensor(old.detach()), old.requires_grad)
 
     def _statistics(self, node: fx.Node) -> set[int]:
         """Returns the ids of running statistics that a layer writes: no version counts that."""
         written: list[Any] = []
         if node.op == "call_module":
-            for module in self._resolve(node).modules():
+            for module in self.attribute(node).modules():
                 if isinstance(module, _NormBase) and module.training:
                     written.extend(module.buffers(recurse=False))
         elif "batch_norm" in str(node.target) and (
             node.args[5] if len(node.args) > 5 else node.kwargs.get("training")
         ):
             holders = (item for item in node.all_input_nodes if item.op == "get_attr")
-            written.extend(map(self._resolve, holders))
+            written.extend(map(self.attribute, holders))
         return set(map(id, written))
-
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.op == "call_module":
-            return self._resolve(node)(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _cost(
         self,
@@ -347,7 +337,6 @@ class _DryRun:
         result.saved_bytes.append(0)
 
     def _record(self, node: fx.Node, value: Any) -> None:
-        self._values[node] = value
         self._kept_alive.append(value)  # a storage's number is only unique while it lives
         leaves, tensors = pytree.tree_leaves(value), tensors_in(value)
         if leaves and all(type(item) is int for item in leaves):
@@ -357,17 +346,11 @@ class _DryRun:
         self._result.value_bytes[node.name] = bytes_in(tensors)
         self._result.crossing[node.name] = sum(map(_crossing, tensors))
 
-    def _value(self, node: fx.Node) -> Any:
-        return self._resolve(node) if node.op == "get_attr" else self._values[node]
-
-    def _resolve(self, node: fx.Node) -> Any:
-        return self._attribute_of(node).found_in(self._fake_root)
-
     def _held_by(self, node: fx.Node) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
         """Returns the fake parameters and buffers that a layer uses."""
         parameters: list[nn.Parameter] = []
         buffers: list[torch.Tensor] = []
-        for item in map(self._resolve, nodes_with_attributes(node)):
+        for item in map(self.attribute, nodes_with_attributes(node)):
             if isinstance(item, nn.Parameter):
                 parameters.append(item)
             elif isinstance(item, nn.Module):

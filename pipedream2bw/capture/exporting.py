@@ -17,8 +17,9 @@ import torch
 from torch import fx, nn
 
 from ..model.added_loss import restore_added_losses
-from ..model.hooks import why_not_exported
+from ..model.hooks import refuse_hooks
 from ..model.surroundings import (
+    attribute_set,
     random_state_kept,
     random_states,
     refuse_random_numbers,
@@ -26,11 +27,9 @@ from ..model.surroundings import (
 )
 from ..model.trees import tensors_in
 from .arguments import CallSignature, TensorLeaf
+from .own_program import note_changes
 from .shape_rule import ShapeRule
-
-
-class HookedError(Exception):
-    """The exported program would not run the hooks of a module."""
+from .traced import Traced
 
 
 class BackwardLostError(Exception):
@@ -43,13 +42,8 @@ class SpecializedError(Exception):
 
 def export(
     root: nn.Module, signature: CallSignature, replicated: set[str], *, dynamic_shapes: bool
-) -> tuple[fx.Graph, nn.Module, ShapeRule]:
-    """Exports ``root`` as the example call calls it.
-
-    ``root`` must be a structural clone that nobody else uses. Returns the graph, whose get_attr
-    nodes name parameters and buffers as ``root`` does, the module that its other names (constants,
-    regions) refer to, and the shapes that it is valid for. The output node's ``meta["out_spec"]``
-    restores the type of the model's output.
+) -> Traced:
+    """Exports ``root``, a structural clone that nobody else uses, as the example call calls it.
 
     Args:
         dynamic_shapes: whether sizes beside the number of rows are left open where the model does.
@@ -69,44 +63,42 @@ def export(
         if leaf.carries_batch(replicated):
             dimensions[0] = torch.export.Dim.DYNAMIC
         shapes[example] = dimensions
-    reason = why_not_exported(root)
-    if reason is not None:
-        raise HookedError(reason)
+    refuse_hooks(root)
+    has_changed = note_changes(root)
     _name_keywords(root, args, kwargs)
     before = random_states()
     with random_state_kept(), torch_reports_silenced(), _backwards_kept(), _no_origins_noted():
         dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
         program = torch.export.export(root, args, kwargs, dynamic_shapes=dynamic, strict=False)
         refuse_random_numbers(before)
-    rule = ShapeRule(_checked_inputs(program, signature, replicated))
     module = program.module(check_guards=False)
     graph = module.graph
     (output,) = (node for node in graph.nodes if node.op == "output")
     output.meta["out_spec"] = program.call_spec.out_spec
-    _keep_tensor_inputs(graph, signature)
+    values = _tensor_inputs(graph, signature)
+    for leaf, value in zip(signature.tensors, values, strict=True):
+        if leaf.carries_batch(replicated):
+            _check_rows(leaf.path, value.shape[0], program.range_constraints)
     _drop_checks(graph)
-    _call_regions_directly(graph)
+    for node in graph.nodes:  # regions are called directly, under context managers
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and name in _REGIONS:
+            node.target = _REGIONS[name]
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             restore_added_losses(part)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
-    return graph, module, rule
+    return Traced(
+        graph=graph, module=module, shape_rule=ShapeRule(values), changes_attributes=has_changed()
+    )
 
 
-@contextlib.contextmanager
-def _no_origins_noted() -> Iterator[None]:
+def _no_origins_noted() -> contextlib.AbstractContextManager[None]:
     """Spares an export a tenth of its time: torch notes the lines that call each operator."""
     name = "do_not_emit_stack_traces"
     config = getattr(fx, "config", None)  # older torch has neither
-    notes_none = getattr(config, name, True)
-    if not notes_none:
-        setattr(config, name, True)
-    try:
-        yield
-    finally:
-        if not notes_none:
-            setattr(config, name, False)
+    return attribute_set(config, name, True) if hasattr(config, name) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -138,13 +130,11 @@ def _backwards_kept() -> Iterator[None]:
             return hook(self, called)  # type: ignore[no-untyped-call]
         raise BackwardLostError(f"a hook of a tensor would be lost: {called}")
 
-    function.apply = classmethod(refusing_apply)  # type: ignore[method-assign,assignment]
-    tensor.register_hook = refusing_hook  # type: ignore[method-assign]
-    try:
+    with (
+        attribute_set(function, "apply", classmethod(refusing_apply)),
+        attribute_set(tensor, "register_hook", refusing_hook),
+    ):
         yield
-    finally:
-        function.apply = apply  # type: ignore[method-assign]
-        tensor.register_hook = hook  # type: ignore[method-assign]
 
 
 def _name_keywords(root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -178,55 +168,37 @@ def example_of(leaf: TensorLeaf, replicated: set[str]) -> torch.Tensor:
     return example.clone()
 
 
-def _checked_inputs(
-    program: Any, signature: CallSignature, replicated: set[str]
-) -> list[torch.Tensor]:
-    """What stands for the call's tensors in the program, whose numbers of rows are open."""
-    values = [
-        node.meta.get("val")
-        for node in program.graph.nodes
-        if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
-    ]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(tensors) != len(signature.tensors):
-        raise SpecializedError(
-            f"{len(tensors)} tensor arguments in the exported program, {len(signature.tensors)} in "
-            "the example call"
-        )
-    for leaf, value in zip(signature.tensors, tensors, strict=True):
-        if value.dim() != leaf.example.dim():
-            raise SpecializedError(
-                f"argument {leaf.path}: shape {tuple(value.shape)} in the exported program, "
-                f"{tuple(leaf.example.shape)} in the example call"
-            )
-        if not leaf.carries_batch(replicated):
-            continue
-        rows: Any = value.shape[0]
-        if not isinstance(rows, torch.SymInt):
-            raise SpecializedError(f"the rows of {leaf.path} were fixed to {rows}")
-        symbol = rows.node.expr
-        if not symbol.is_Symbol:
-            raise SpecializedError(f"the rows of {leaf.path} have to be of the form {symbol}")
-        limits = program.range_constraints.get(symbol)
-        if limits is not None and (limits.lower > 2 or limits.upper < 2**31):
-            raise SpecializedError(
-                f"the rows of {leaf.path} have to be between {limits.lower} and {limits.upper}"
-            )
-    return tensors
-
-
-def _keep_tensor_inputs(graph: fx.Graph, signature: CallSignature) -> None:
-    """Removes the placeholders of constant arguments, so that one is left for each tensor."""
-    tensors = 0
-    for node in list(graph.nodes):
-        if node.op != "placeholder":
-            continue
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            tensors += 1
+def _tensor_inputs(graph: fx.Graph, signature: CallSignature) -> list[torch.Tensor]:
+    """What stands for the call's tensors; removes the placeholders of all other arguments."""
+    values = []
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            values.append(value)
         else:
             assert not node.users, f"the constant argument {node.name} is used as a value"
             graph.erase_node(node)
-    assert tensors == len(signature.tensors)
+    expected = [leaf.example.dim() for leaf in signature.tensors]
+    found = [value.dim() for value in values]
+    if found != expected:
+        raise SpecializedError(
+            f"tensor arguments of {found} dimensions in the exported program, of {expected} in the "
+            "example call"
+        )
+    return values
+
+
+def _check_rows(path: str, rows: Any, constraints: Mapping[Any, Any]) -> None:
+    if not isinstance(rows, torch.SymInt):
+        raise SpecializedError(f"the rows of {path} were fixed to {rows}")
+    symbol = rows.node.expr
+    if not symbol.is_Symbol:
+        raise SpecializedError(f"the rows of {path} have to be of the form {symbol}")
+    limits = constraints.get(symbol)
+    if limits is not None and (limits.lower > 2 or limits.upper < 2**31):
+        raise SpecializedError(
+            f"the rows of {path} have to be between {limits.lower} and {limits.upper}"
+        )
 
 
 def _drop_checks(graph: fx.Graph) -> None:
@@ -251,14 +223,6 @@ def _is_pure(node: fx.Node) -> bool:
             return False
         return not schema.is_mutable and torch.Tag.nondeterministic_seeded not in tags
     return getattr(node.target, "__module__", "") in ("_operator", "math")
-
-
-def _call_regions_directly(graph: fx.Graph) -> None:
-    """Replaces the operators for no_grad and autocast regions by calls under context managers."""
-    for node in graph.nodes:
-        replacement = _REGIONS.get(getattr(node.target, "__name__", ""))
-        if node.op == "call_function" and replacement is not None:
-            node.target = replacement
 
 
 def with_grad_enabled(enabled: bool, region: Any, *args: Any) -> Any:

@@ -3,7 +3,7 @@
 A module whose forward cannot be traced becomes one node that calls it as it is, and everything
 around it is still traced. Tracing must not change what the program means: what fx would silently
 drop or freeze (no_grad and autocast regions, custom autograd functions, random numbers drawn while
-tracing, in-place writes to tensors made while tracing) makes the module around it untraceable.
+tracing) makes the module around it untraceable.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +22,14 @@ from torch.utils import _pytree as pytree
 from ..accelerator import device_types
 from ..model.hooks import has_hooks
 from ..model.surroundings import (
+    attribute_set,
     random_state_kept,
     random_states,
     refuse_random_numbers,
     restore_random_states,
 )
 from .arguments import CallSignature
+from .traced import Traced, reason_of
 
 # Modules of torch.nn that are only containers of layers.
 _OPENED = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
@@ -37,12 +39,10 @@ class UntraceableError(Exception):
     """Symbolic tracing would change the meaning of the code it reached."""
 
 
-def trace(root: nn.Module, signature: CallSignature) -> tuple[fx.Graph, dict[str, str]]:
-    """Traces ``root`` as the example call calls it; tensors are the graph's placeholders.
+def trace(root: nn.Module, signature: CallSignature) -> Traced:
+    """Traces ``root`` as the example call calls it.
 
     ``root`` must be a structural clone that nobody else uses: tracing may leave attributes on it.
-    Returns the graph and, for every module that could not be traced, its name and the reason. The
-    output node's ``meta["out_spec"]`` restores the type of the model's output.
 
     Raises:
         Exception: whatever the root's own forward raises.
@@ -50,16 +50,8 @@ def trace(root: nn.Module, signature: CallSignature) -> tuple[fx.Graph, dict[str
     tracer = _Tracer(signature)
     with random_state_kept(), _autograd_functions_traced():
         graph = tracer.trace(root)
-    _refuse_writes_to_constants(graph, {name for name, _ in root.named_buffers()})
     graph.lint()
-    return graph, tracer.leaves
-
-
-def reason_of(error: BaseException, limit: int = 300) -> str:
-    """Describes an error in a line: its type and the beginning of its text."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= limit else text[: limit - 3] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return Traced(graph=graph, module=root, leaves=tracer.leaves)
 
 
 class _Tracer(fx.Tracer):
@@ -217,8 +209,7 @@ def _ambient_modes() -> dict[str, Any]:
     return modes
 
 
-@contextlib.contextmanager
-def _autograd_functions_traced() -> Iterator[None]:
+def _autograd_functions_traced() -> contextlib.AbstractContextManager[None]:
     """Records calls of custom autograd functions as nodes instead of tracing their forward."""
     plain = torch.autograd.Function.__dict__["apply"]
 
@@ -229,43 +220,4 @@ def _autograd_functions_traced() -> Iterator[None]:
                 return value.tracer.create_proxy("call_function", call, args, kwargs)
         return call(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = plain  # type: ignore[method-assign]
-
-
-def _writes_in_place(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        name = str(node.target)
-        return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    if node.op == "call_function":
-        name = getattr(node.target, "__name__", "")
-        module = getattr(node.target, "__module__", "")
-        if module in ("_operator", "operator"):
-            return name == "setitem" or (name.startswith("i") and name[1:] in _OPERATORS)
-        return name.endswith("_") or bool(node.kwargs.get("inplace") or "out" in node.kwargs)
-    return False
-
-
-_OPERATORS = {
-    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "concat"),
-    *("and", "or", "xor", "lshift", "rshift"),
-}
-
-
-def _refuse_writes_to_constants(graph: fx.Graph, buffers: set[str]) -> None:
-    for node in graph.nodes:
-        if not _writes_in_place(node) or not node.args:
-            continue
-        target = node.args[0]
-        if (
-            isinstance(target, fx.Node)
-            and target.op == "get_attr"
-            and target.target not in buffers
-            and "_tensor_constant" in str(target.target)
-        ):
-            raise UntraceableError(
-                f"{node.name} writes in place to a tensor that was made while tracing"
-            )
+    return attribute_set(torch.autograd.Function, "apply", classmethod(apply))

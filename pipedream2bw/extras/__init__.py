@@ -1,9 +1,10 @@
-"""What hangs on an open pipeline, or stands in for a class of another library.
+"""What hangs on a pipeline, stands in for a class of another library, or is a loss of its own.
 
 The core does not know it; docs/extending.md shows how one is made.
 """
 
 from .fastest_v import fastest_v_schedule
+from .linear_cross_entropy import linear_cross_entropy
 from .ok_topk import OkTopkState, ok_topk_hook
 from .replica_sync import ReplicaSync
 from .skew_scout import SkewScout
@@ -21,6 +22,7 @@ __all__ = [
     "TrafficReport",
     "data_stalls",
     "fastest_v_schedule",
+    "linear_cross_entropy",
     "ok_topk_hook",
     "traffic_report",
 ]

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .surroundings import attribute_set
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossWeight:
@@ -145,24 +147,17 @@ def collect_losses() -> Iterator[list[torch.Tensor]]:
     ...     loss = loss_fn(model(x), y)
     >>> (loss + sum(added)).backward()
     """
-    before = _surroundings.collected
     collected: list[torch.Tensor] = []
-    _surroundings.collected = collected
-    try:
+    with attribute_set(_surroundings, "collected", collected):
         yield collected
-    finally:
-        _surroundings.collected = before
 
 
 @contextlib.contextmanager
 def weighing(weight: LossWeight | None) -> Iterator[Weighed]:
     """Sets the weight of losses in a microbatch's forward, in this thread; None in evaluation."""
-    before = _surroundings.weighed
-    _surroundings.weighed = weighed = Weighed(weight)
-    try:
+    weighed = Weighed(weight)
+    with attribute_set(_surroundings, "weighed", weighed):
         yield weighed
-    finally:
-        _surroundings.weighed = before
 
 
 class _AddLoss(torch.autograd.Function):

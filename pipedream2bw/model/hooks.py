@@ -16,16 +16,19 @@ def has_hooks(module: nn.Module) -> bool:
     return any(_hooks_of(module))
 
 
-def why_not_exported(root: nn.Module) -> str | None:
-    """Names a module whose hooks an exported graph would not run: it calls no modules.
+class HookedError(Exception):
+    """An exported graph would not run the hooks of a module: it calls none."""
 
-    The hooks of torch.nn.utils may stay: they compute weights, which the graph then does.
+
+def refuse_hooks(root: nn.Module) -> None:
+    """Raises HookedError if a module has hooks.
+
+    Those of torch.nn.utils may stay: they compute weights, which an exported graph then does.
     """
     for name, module in root.named_modules():
         for hook in itertools.chain.from_iterable(_hooks_of(module)):
             if not type(hook).__module__.startswith("torch.nn.utils."):
-                return f"{name} has hooks, which an exported graph would not run"
-    return None
+                raise HookedError(f"{name} has hooks, which an exported graph would not run")
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Collection[Callable[..., Any]]]:

@@ -169,8 +169,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     """Tells whether the tensor's elements fill its memory, in whatever order."""
     if not _has_extent(tensor):
         return False
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
+    first, end = _extent(tensor)
+    return end - first == tensor.nbytes
 
 
 def _refuse_views(root: nn.Module) -> None:

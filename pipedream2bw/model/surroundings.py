@@ -74,3 +74,15 @@ def torch_reports_silenced() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute of a class, a module or an object another value until the end."""
+    # Of a class what it holds: a class method stays one.
+    before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

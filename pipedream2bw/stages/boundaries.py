@@ -7,15 +7,8 @@ import difflib
 from collections.abc import Sequence
 
 from .. import _C
-from ..capture.captured import (
-    Bonds,
-    Captured,
-    block_around,
-    bonds_of,
-    describe_layer,
-    first_layers,
-    values_between,
-)
+from ..capture.captured import Bonds, Captured, bonds_of, values_between
+from ..capture.layer_names import block_around, describe_layer, first_layers
 from .program import StageProgram
 
 _FOR_WHOLE_BLOCKS = 1.01

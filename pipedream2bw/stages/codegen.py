@@ -24,6 +24,11 @@ from ..capture.attribute import Attribute
 
 StageFunction = Callable[[Sequence[Any]], list[Any]]
 
+LastUses = Mapping[fx.Node, list[str]]
+"""By node the names of the values that nothing after it needs."""
+
+Write = Callable[["Writer", list[fx.Node], LastUses], Iterable[str]]
+
 _serial = itertools.count()
 
 
@@ -45,8 +50,8 @@ def generate(
     attribute_of: Callable[[fx.Node], Attribute],
     cloned_inputs: Iterable[str] = (),
     sizes: Mapping[str, tuple[str, int]] | None = None,
-    block_of: Callable[[fx.Node], str | None] = lambda node: None,
     draws_of: Callable[[fx.Node], tuple[int, int] | None] = lambda node: None,
+    write: Write | None = None,
 ) -> StageSource:
     """Writes and compiles the function of the stage that computes ``nodes``.
 
@@ -57,11 +62,11 @@ def generate(
         attribute_of: returns what a get_attr or call_module node refers to.
         cloned_inputs: inputs that are copied first, as the stage writes to them in place.
         sizes: values that are sizes of an input: name -> (input, dimension).
-        block_of: names the recomputed block that a node belongs to.
         draws_of: gives the number of a node's first draw of random numbers and how many it may
             make; None: it makes none.
+        write: writes the nodes, if not as statements one after another.
     """
-    nodes, writer = list(nodes), _Writer(attribute_of, draws_of)
+    nodes, writer = list(nodes), Writer(attribute_of, draws_of)
     last_use = _last_uses(nodes, set(outputs))
     variable = writer.variable
     body: list[str] = []
@@ -71,11 +76,7 @@ def generate(
         body.append(f"{variable(name)} = {variable(name)}.clone()")
     for name, (value, dimension) in (sizes or {}).items():
         body.append(f"{variable(name)} = {variable(value)}.size({dimension})")
-    for block, members in itertools.groupby(nodes, block_of):
-        if block is None:
-            body += writer.statements(members, last_use)
-        else:
-            body += writer.block(block, list(members), last_use)
+    body += (write or Writer.statements)(writer, nodes, last_use)
     body.append(f"return [{', '.join(map(variable, outputs))}]")
     lines = [
         f"def make({writer.parameters()}):",
@@ -86,7 +87,7 @@ def generate(
     return writer.compiled(title, "\n".join(lines) + "\n")
 
 
-class _Writer:
+class Writer:
     """Writes nodes as statements, and keeps the names of what these refer to."""
 
     def __init__(
@@ -101,15 +102,13 @@ class _Writer:
         self._globals: dict[str, Any] = {}
         self._global_names: dict[int, str] = {}
         self._variables: dict[str, str] = {}
-        self._num_blocks = itertools.count()
 
     def parameters(self) -> str:
         """The names of the attributes that have been referred to."""
         return ", ".join(self._attributes.values())
 
-    def statements(
-        self, nodes: Iterable[fx.Node], last_use: Mapping[fx.Node, list[str]]
-    ) -> Iterator[str]:
+    def statements(self, nodes: Iterable[fx.Node], last_use: LastUses) -> Iterator[str]:
+        """The lines that compute the nodes."""
         for node in nodes:
             draws = self._draws_of(node)
             if draws is not None:
@@ -119,34 +118,6 @@ class _Writer:
             if dead:
                 # Frees activations that autograd does not keep.
                 yield f"del {', '.join(dead)}"
-
-    def block(
-        self, block: str, nodes: list[fx.Node], last_use: Mapping[fx.Node, list[str]]
-    ) -> Iterator[str]:
-        """Writes the nodes of a block as a function, which the block's runner calls."""
-        inside = {node.name for node in nodes}
-        used = dict.fromkeys(
-            value.name
-            for node in nodes
-            for value in node.all_input_nodes
-            if value.op != "get_attr" and value.name not in inside
-        )
-        dead = [name for node in nodes for name in last_use.get(node, ())]
-        given = [self.variable(node.name) for node in nodes if node.name not in dead]
-        arguments = [self.variable(name) for name in used]
-        number = next(self._num_blocks)
-        runner = self._add_attribute(Attribute("block", block, number))
-        function = f"block{number}"
-        # The caller holds the arguments: what dies inside is what was made inside.
-        own = {node: [name for name in last_use.get(node, ()) if name in inside] for node in nodes}
-        yield f"def {function}({', '.join(arguments)}):"
-        for line in self.statements(nodes, own):
-            yield f"    {line}"
-        yield f"    return [{', '.join(given)}]"
-        yield f"[{', '.join(given)}] = {runner}({', '.join([function, *arguments])})"
-        gone = [self.variable(name) for name in dead if name not in inside]
-        if gone:
-            yield f"del {', '.join(gone)}"
 
     def compiled(self, title: str, text: str) -> StageSource:
         # A file name of its own, known to linecache, so that tracebacks show the generated lines.
@@ -212,6 +183,7 @@ class _Writer:
         return self._constant(value)
 
     def variable(self, name: str) -> str:
+        """The variable of a value."""
         # The prefix keeps values apart from functions, constants and attributes.
         if name not in self._variables:
             readable = f"v_{name}" if name.isidentifier() else f"v{len(self._variables)}"
@@ -220,7 +192,7 @@ class _Writer:
 
     def _constant(self, value: Any) -> str:
         if isinstance(value, torch.device):
-            return self._add_attribute(Attribute("device", str(value), value))
+            return self.add_attribute(Attribute("device", str(value), value))
         known = self._global_names.get(id(value))
         if known is None:
             label = getattr(value, "__name__", type(value).__name__)
@@ -232,7 +204,7 @@ class _Writer:
 
     def _attribute(self, node: fx.Node) -> str:
         attribute = self._attribute_of(node)
-        name = self._add_attribute(attribute)
+        name = self.add_attribute(attribute)
         # A buffer is bound as its owner's dictionary.
         return (
             f"{name}[{attribute.target.rpartition('.')[2]!r}]"
@@ -240,9 +212,9 @@ class _Writer:
             else name
         )
 
-    def _add_attribute(self, attribute: Attribute) -> str:
-        # Each part of a block has a runner of its own.
-        part = attribute.value if attribute.kind == "block" else None
+    def add_attribute(self, attribute: Attribute) -> str:
+        """The name of an attribute; what is made for the stage is made for each place anew."""
+        part = id(attribute.value) if attribute.kind == "made" else None
         key = (attribute.kind, attribute.target, part)
         if key not in self._attributes:
             label = "".join(char if char.isalnum() else "_" for char in attribute.target)
@@ -251,8 +223,7 @@ class _Writer:
         return self._attributes[key]
 
 
-def _last_uses(nodes: list[fx.Node], outputs: set[str]) -> dict[fx.Node, list[str]]:
-    """Returns for each node the names of the values that nothing after it needs."""
+def _last_uses(nodes: list[fx.Node], outputs: set[str]) -> LastUses:
     uses: dict[fx.Node, list[str]] = {}
     seen = set(outputs)
     for node in reversed(nodes):

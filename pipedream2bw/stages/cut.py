@@ -11,27 +11,28 @@ import torch
 from torch import fx
 
 from .. import _C
-from ..capture.captured import Captured, first_layers
-from .codegen import generate
+from ..capture.captured import Captured
+from ..capture.layer_names import names_of_layers
+from .codegen import Write, generate
 from .program import StageProgram
 
 
 def split_into_stages(
     captured: Captured,
     boundaries: Sequence[int],
-    recomputed_blocks: Mapping[fx.Node, str] | None = None,
     *,
     numbers_draws: bool = False,
+    write: Write | None = None,
 ) -> list[StageProgram]:
     """Cuts the captured model.
 
     Args:
         boundaries: the first layer of each stage.
-        recomputed_blocks: the name of the block that a layer is in.
         numbers_draws: whether the stages say which number the draws of each layer have.
+        write: as in :func:`generate`.
     """
     draws = _numbered(captured) if numbers_draws else {}
-    return _Splitter(captured, list(boundaries), recomputed_blocks or {}, draws).programs()
+    return _Splitter(captured, list(boundaries), draws, write).programs()
 
 
 def _numbered(captured: Captured) -> dict[fx.Node, tuple[int, int]]:
@@ -63,13 +64,13 @@ class _Splitter:
         self,
         captured: Captured,
         boundaries: list[int],
-        recomputed_blocks: Mapping[fx.Node, str],
         draws: Mapping[fx.Node, tuple[int, int]],
+        write: Write | None,
     ) -> None:
         self._captured = captured
-        self._recomputed_blocks = recomputed_blocks
         self._draws = draws
-        self._names = first_layers(captured)
+        self._write = write
+        self._names = names_of_layers(captured)
         self._num_stages = len(boundaries)
         ends = [*boundaries[1:], len(captured.layers)]
         self._ranges = [range(start, end) for start, end in zip(boundaries, ends, strict=True)]
@@ -187,8 +188,8 @@ class _Splitter:
             attribute_of=captured.attribute_of,
             cloned_inputs=cloned,
             sizes=sizes.read,
-            block_of=self._recomputed_blocks.get,
             draws_of=self._draws.get,
+            write=self._write,
         )
         return StageProgram(
             index=stage,
@@ -200,18 +201,10 @@ class _Splitter:
             unused_parameters=unused,
             buffers=buffers,
             layers=self._ranges[stage],
-            first_layer_name=self._first_name(self._ranges[stage]),
+            first_layer_name=next((self._names[layer] for layer in self._ranges[stage]), None),
             home=captured.device,
             source=source,
         )
-
-    def _first_name(self, layers: range) -> str | None:
-        if not layers:
-            return None
-        name = self._captured.layers[layers[0]].name
-        if self._names[name] == layers[0]:
-            return name
-        return self._captured.layer_nodes[layers[0]].name
 
     def _in_order(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted(names, key=self._position.__getitem__))

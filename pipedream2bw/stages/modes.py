@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.capture import capture, capture_finely
-from ..capture.captured import Captured, blocks_of_layers, constants_of, refuse_parameters
+from ..capture.capture import capture
+from ..capture.captured import Captured, constants_of, refuse_parameters
+from ..capture.finely import capture_finely
 from ..model.fingerprint import describe_parameters
 from ..model.materialize import Example, brought_together, for_capture
 from ..model.precision import Precision
+from .blocks import blocks_of_layers, written_as_blocks
 from .boundaries import choose_boundaries, place_like
 from .cut import split_into_stages
 from .program import StageProgram
@@ -108,9 +110,14 @@ class Modes:
             refuse_parameters(constants_of(captured), addresses)
         leaves = [captured.signature.tensors[position] for position in captured.input_positions]
         whole = [not leaf.carries_batch(self._replicated) for leaf in leaves]
-        blocks = blocks_of_layers(captured, self._root, self._recomputed_blocks, training=training)
+        write = None
+        if self._recomputed_blocks:
+            names = self._recomputed_blocks
+            write = written_as_blocks(
+                blocks_of_layers(captured, self._root, names, training=training)
+            )
         programs = split_into_stages(
-            captured, boundaries, blocks, numbers_draws=self._numbers_draws
+            captured, boundaries, numbers_draws=self._numbers_draws, write=write
         )
         mode = Mode(int(training), captured, programs, whole)
         self._by_training[training] = mode

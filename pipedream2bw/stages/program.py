@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from ..capture.attribute import Attribute
 from .codegen import StageFunction, StageSource
-from .recompute import Block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +67,8 @@ class StageProgram:
         )
 
     def _resolve(self, root: nn.Module, attribute: Attribute, device: torch.device | None) -> Any:
-        if attribute.kind == "block":
-            return Block(attribute.target, root)
+        if attribute.kind == "made":
+            return attribute.value(root)
         if attribute.kind == "buffer":  # the dictionary: the module may assign another tensor
             return root.get_submodule(attribute.target.rpartition(".")[0])._buffers
         found = attribute.found_in(root)

@@ -158,12 +158,26 @@ class Block:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         for tensor in tensors:
             count_as_saved(tensor)
-        passes = _Passes(self._replayer)
+        replays: list[Replay] = []
+
+        @contextlib.contextmanager
+        def first() -> Iterator[None]:
+            with self._replayer.first(tensors, keep_inputs=False) as replay:  # the checkpoint does
+                yield
+            replays.append(replay)
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            place = _C.random_place()  # which the checkpoint has set back
+            assert place is not None
+            with _C.KeyedRandom(place, repeats=True), replays[0].again():
+                yield
+
         outputs = checkpoint(
             function,
             *inputs,
             use_reentrant=False,
-            context_fn=lambda: (passes.first(tensors), _EachTime(passes.again)),
+            context_fn=lambda: (first(), _EachTime(again)),
         )
         if self._replayer.writes_to_inputs:
             raise ValueError(
@@ -171,28 +185,6 @@ class Block:
                 "again on them; recompute whole stages (recompute=True) instead"
             )
         return outputs
-
-
-class _Passes:
-    """The contexts of both forwards of one call of a block."""
-
-    def __init__(self, replayer: Replayer) -> None:
-        self._replayer = replayer
-        self._replay: Replay | None = None
-
-    @contextlib.contextmanager
-    def first(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-        with self._replayer.first(inputs, keep_inputs=False) as replay:  # the checkpoint does
-            yield
-        self._replay = replay
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        assert self._replay is not None
-        place = _C.random_place()  # which the checkpoint has set back
-        assert place is not None
-        with _C.KeyedRandom(place, repeats=True), self._replay.again():
-            yield
 
 
 class _EachTime:

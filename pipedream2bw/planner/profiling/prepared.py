@@ -11,11 +11,12 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ...capture.capture import capture_finely
-from ...capture.captured import Captured, Layer, names_of_layers
+from ...capture.captured import Captured, Layer
 from ...capture.chain import as_root
 from ...capture.costs import dry_run
 from ...capture.device_figures import NOMINAL, DeviceFigures
+from ...capture.finely import capture_finely
+from ...capture.layer_names import names_of_layers
 from ...checks import check_whole_number
 from ...model.fingerprint import describe_parameters
 from ...model.materialize import Example, for_capture, home_of, is_on_meta
@@ -260,7 +261,7 @@ def add_loss(
     values = dict(zip(placeholders, tensors, strict=True))
     made = dataclasses.replace(
         captured,
-        layers=[*captured.layers, Layer("loss", costs.forward[-1], costs.backward[-1], 0)],
+        layers=[*captured.layers, Layer("loss", costs.forward[-1], costs.backward[-1])],
         model_inputs=(*captured.model_inputs, *(node.name for node in targets)),
         graph=graph,
         layer_nodes=[*(copies[node] for node in captured.layer_nodes), loss],

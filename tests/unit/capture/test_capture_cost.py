@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from pipedream2bw.capture import captured as captured_module
+from pipedream2bw.capture.arguments import CallSignature
 from pipedream2bw.capture.capture import capture
-from pipedream2bw.capture.captured import Captured, values_between
+from pipedream2bw.capture.captured import Captured, Draft, values_between
+from pipedream2bw.capture.chain import chained
 from pipedream2bw.capture.costs import LayerCosts, dry_run
 
 
@@ -38,8 +40,9 @@ def test_the_backward_of_a_layer_with_and_without_gradients() -> None:
 
 def test_parameter_bytes() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2, bias=False))
-    layers = costs_of(model, torch.randn(4, 3)).layers
-    assert [layer.parameter_bytes for layer in layers] == [80, 0, 40]
+    signature = CallSignature(model.forward, (torch.randn(4, 3),), {})
+    draft = Draft(model, "sequential", chained(model, signature), signature)
+    assert draft.parameter_bytes == [("0", 80), ("1", 0), ("2", 40)]
 
 
 def test_edges_carry_the_bytes_of_their_values() -> None:

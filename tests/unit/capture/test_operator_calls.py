@@ -142,6 +142,28 @@ def test_what_does_not_depend_on_the_model_may_be_computed_before() -> None:
     check_split_equals_whole(Model(with_constants), 2, X, how="fx")
 
 
+def fills_rows(model: Any, x: torch.Tensor) -> Any:
+    filled = torch.zeros(2, 8)
+    filled[:1].copy_(x[:1])
+    return model.last(x + filled[0])
+
+
+def fills_rows_behind_values(model: Any, x: torch.Tensor) -> Any:
+    return fills_rows(model, model.depends(x))
+
+
+@pytest.mark.parametrize("call", [fills_rows, fills_rows_behind_values])
+def test_nothing_may_be_written_to_what_was_computed_before(
+    call: Callable[[Any, torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(capture, "export")
+    monkeypatch.delattr(capture, "read_bytecode")
+    with pytest.raises(
+        ValueError, match=r"fx: .*: it writes in place to a tensor that was made wh"
+    ):
+        cut(Model(call), 1, X)
+
+
 def calls_of(run: Callable[..., Any], *tensors: torch.Tensor) -> OperatorCalls:
     """Those of a function on plain tensors, as fake ones are run."""
     calls = OperatorCalls()

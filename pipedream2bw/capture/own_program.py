@@ -1,9 +1,11 @@
-"""Whether a model computes with what an earlier forward left in its plain attributes.
+"""Whether a graph can stand for its model, whose own forward runs to tell.
 
-A graph has such a value as it was when the graph was made, and a module that stages call as a whole
-is there once for each weight version. So such models are refused. A cache that the first forward
-fills, a counter with which nothing is computed, and what is kept for somebody else to read, are
-none of these: the second and the third forward call the same operators on the same values.
+The graph must call the operators that the model calls, on the same values. And the model must not
+compute with what an earlier forward left in its plain attributes: a graph has such a value as it
+was when the graph was made, and a module that stages call as a whole is there once for each weight
+version. A cache that the first forward fills, a counter with which nothing is computed, and what is
+kept for somebody else to read, are none of these: the second and the third forward call the same
+operators on the same values.
 """
 
 from __future__ import annotations
@@ -18,9 +20,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..model.clone import trial_copy
+from ..model.hooks import hooked_by_forward
 from ..model.replacing import attributes_of
+from ..model.surroundings import random_state_kept
 from .arguments import CallSignature
+from .graph_run import GraphRun
 from .operator_calls import OperatorCalls, Recorded
+from .traced import reason_of
 
 
 @dataclasses.dataclass
@@ -88,26 +95,25 @@ def note_changes(model: nn.Module) -> Callable[[], bool]:
     return lambda: any(found)
 
 
-def run_forward(
+def why_unfit(
     model: nn.Module,
     examples: Sequence[torch.Tensor],
     call: CallSignature,
     whole: Collection[str],
-    *,
-    records: bool = True,
-) -> tuple[OperatorCalls, str | None]:
-    """Runs the forward of a clone on trial.
+    difference: Callable[[OperatorCalls], str | None] | None,
+) -> str | None:
+    """Says why a graph cannot stand for a model, None if it can.
 
     Args:
-        model: the clone.
+        model: a clone on trial, whose forward runs: three times if the first one changes an
+            attribute.
         examples: the tensors of ``call``.
         call: the example call.
         whole: as in :class:`PlainAttributes`.
-        records: whether what the first forward calls is asked for, which takes a while.
+        difference: how the graph differs from what the model calls; None: it does not.
 
-    Returns:
-        What the forward calls, and by which attributes it depends on earlier ones, None by none.
-        That takes two further runs if the first has changed an attribute.
+    Raises:
+        Exception: whatever the forward raises.
     """
 
     def run(calls: OperatorCalls, *, records: bool = True) -> OperatorCalls:
@@ -123,12 +129,52 @@ def run_forward(
         return run(calls)
 
     before = PlainAttributes(model, whole)
-    first = run(OperatorCalls(), records=records)
-    if not before.changed():
-        return first, None
-    second = run_after(first, PlainAttributes(model, whole))
-    between = PlainAttributes(model, whole)
-    third = run_after(second, between)
-    names = between.changed()
-    differs = names and third.difference(second) is not None
-    return first, ", ".join(names) if differs else None
+    first = run(OperatorCalls(), records=difference is not None)
+    if before.changed():
+        second = run_after(first, PlainAttributes(model, whole))
+        between = PlainAttributes(model, whole)
+        third = run_after(second, between)
+        names = between.changed()
+        if names and third.difference(second) is not None:
+            return (
+                f"a forward computes with what an earlier one left in {', '.join(names)}, of which "
+                "the stages have copies: keep it in a buffer, and write to that in place "
+                "(self.calls.add_(1))"
+            )
+    reason = difference and difference(first)
+    return reason and f"the graph is another program than the model: {reason}"
+
+
+def why_unfit_by_values(
+    root: nn.Module,
+    run_of: Callable[[nn.Module], GraphRun],
+    examples: Sequence[torch.Tensor],
+    call: CallSignature,
+    whole: Collection[str],
+) -> tuple[str | None, set[str]]:
+    """As :func:`why_unfit` where fake tensors cannot tell: graph and model compute, on copies.
+
+    Returns:
+        The reason, None if there is none or if the model refuses its arguments; and the names of
+        the modules on which either registers hooks.
+    """
+
+    def copies() -> tuple[nn.Module, list[torch.Tensor]]:
+        return trial_copy(root), [example.detach().clone() for example in examples]
+
+    graphs, tensors = copies()
+    run = run_of(graphs)
+    difference = run.difference
+    try:
+        with random_state_kept():
+            run.record(tensors)
+    except Exception as error:
+        failure = f"it fails: {reason_of(error)}"
+        difference = lambda models: failure  # noqa: E731
+    models, tensors = copies()
+    try:
+        with random_state_kept():
+            reason = why_unfit(models, tensors, call, whole, difference)
+    except Exception:  # found out where the model is called for that
+        reason = None
+    return reason, hooked_by_forward(root, graphs) | hooked_by_forward(root, models)
