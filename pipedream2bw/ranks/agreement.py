@@ -29,12 +29,11 @@ from ..errors import (
     reworded,
     to_document,
 )
-from .boards import make_board
+from .boards import RowExchange, make_board
 from .deadline import Deadline
 from .first_failure import FirstFailure
 from .groups import new_group, number_groups_alike
 from .joining import join_world
-from .row_exchange import RowExchange
 
 
 class Operation(enum.IntEnum):

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from .deadline import Deadline
-from .device_groups import check_built
+from .groups import check_built
 
 _LOOK_SECONDS = 0.01
 _MOST_LOOK_SECONDS = 0.2
