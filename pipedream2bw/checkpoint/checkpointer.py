@@ -10,29 +10,25 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from ..checks import check_whole_number
 from ..errors import StageError
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
-from ..ranks.agreement import Announcement, Operation, Stopping
+from ..ranks.agreement import Announcement, Operation
 from ..runtime.discarding import TakenBack
 from ..runtime.extension import CHECKPOINTER, Extension
 from ..runtime.session import Session
 from .commit import retain, steps_in
-from .finding import load_whole
 from .frequency import Frequency
-from .load import load_from
+from .load import load_from, load_whole
 from .preemption import Preempted, Signals, ignore_in_worker
-from .save import OUR_EXTRA, Beside, Saver, Stateful
-from .saves_under_way import SavesUnderWay
-from .saving import Saving
+from .save import OUR_EXTRA, Saver, Stateful, UserState
+from .saving import SavesUnderWay, Saving
 from .waiting import on_first_rank
 
 log = logging.getLogger("pipedream2bw")
-
-_Result = TypeVar("_Result")
 
 
 class Checkpointer(Extension):
@@ -88,13 +84,13 @@ class Checkpointer(Extension):
                 lambda: _checked(session, path, every, max_overhead, keep, keep_every),
                 same={"every": every, "keep": keep, "keep_every": keep_every},
             )
-        self._beside = Beside(
+        self._user_state = UserState(
             data=data,
             schedulers=schedulers,
             extra={**(extra or {}), f"{OUR_EXTRA}frequency": self._frequency},
         )
         self._signals: Signals = session.together(lambda: Signals(preempt))
-        self._saver = Saver(path, pipe, opt, self._beside)
+        self._saver = Saver(path, pipe, opt, self._user_state)
         self._retain = functools.partial(retain, self._saver.folder, keep, keep_every)
         self._saver.check()
         self._under_way = SavesUnderWay(session, self._saver.folder.path, self._frequency)
@@ -143,8 +139,8 @@ class Checkpointer(Extension):
             session,
             folder,
             step,
-            lambda source: load_from(source, session, self._opt, self._beside, generators=True),
-            known_everywhere=self._known_everywhere,
+            lambda source: load_from(source, session, self._opt, self._user_state, generators=True),
+            self._opt.extensions,
         )
         self._newest = self._stepped = session.accumulation.num_updates
         if extra is None:
@@ -152,13 +148,6 @@ class Checkpointer(Extension):
         self._kept = self._now()
         self.extra = extra
         return self._newest
-
-    def _known_everywhere(self, steps: Iterable[int]) -> list[int]:
-        """Those of some steps that the optimizer's extensions can go on from."""
-        known = list(steps)
-        for extension in self._opt.extensions:
-            known = list(extension.known_everywhere(known))
-        return known
 
     def _check_branch(self) -> None:
         """Refuses to train where newer checkpoints are of another run. On rank 0."""
@@ -169,10 +158,6 @@ class Checkpointer(Extension):
                 f"{self._saver.folder.path}: it has checkpoint {newer[0]}, this run is at {batch}: "
                 "go on with resume(), go back with resume(step=...), or choose another folder"
             )
-
-    def _from_first(self, action: str, call: Callable[[], _Result]) -> _Result:
-        """Calls what works in the folder on rank 0; every rank returns what it gives, or raises."""
-        return on_first_rank(self._session, self._saver.folder, action, call)
 
     # ------------------------------------------------------------------ saving
 
@@ -200,7 +185,8 @@ class Checkpointer(Extension):
         now = time.monotonic()
         batch = self._stepped = session.accumulation.num_updates
         if batch < self._newest or self._newest < 0:
-            self._from_first("looking for newer checkpoints", self._check_branch)
+            folder = self._saver.folder
+            on_first_rank(session, folder, "looking for newer checkpoints", self._check_branch)
             self._newest = batch
         if self._last_step is not None:
             seconds = None if self._evaluated else now - self._last_step
@@ -313,9 +299,8 @@ class Checkpointer(Extension):
         session.flush_for(Operation.flush)
         self._under_way.wait_together()
         folder = self._saver.folder
-        return self._from_first(
-            f"looking for checkpoint {batch}", lambda: batch in steps_in(folder)
-        )
+        action = f"looking for checkpoint {batch}"
+        return on_first_rank(session, folder, action, lambda: batch in steps_in(folder))
 
     def close(self) -> None:
         """Waits for the saves under way; signals do what they did before. Every rank calls it.
@@ -345,13 +330,10 @@ class Checkpointer(Extension):
         """Every rank calls this. Drained."""
         session, self._stop_signal = self._session, 0
         if session.ending.is_open:
+            mine = Announcement(stop_signal=self._signals.received)
             with session.ending.failing_closes():
-                everyone = session.agree(
-                    Operation.flush,
-                    session.num_train_steps,
-                    lambda: Stopping(self._signals.received),
-                )
-            self._stop_signal = max(rank.signal for rank in everyone)
+                told = session.agree(Operation.flush, session.num_train_steps, lambda: mine)
+            self.announced(told)
 
     def _finish(self) -> None:
         try:

@@ -7,14 +7,16 @@ these files; it neither writes a tensor at a time, nor sums, nor reads through f
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import zlib
 from collections.abc import Mapping
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import torch
 
-from ..json_document import parse_json, shown
+from ..json_document import Field, parse_json
 
 _DTYPES = {
     "F64": torch.float64,
@@ -45,17 +47,26 @@ MOST_HEADER_BYTES = 100_000_000
 _CHUNK_BYTES = 16 * 2**20
 
 
-class Written(NamedTuple):
-    """A written file: its size and sums (CRC-32), of its header and of each tensor's bytes.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedFile:
+    """A file of tensors, as a manifest lists it.
 
     Attributes:
-        data_size: of its tensors alone.
+        kind: what is in it: ``model``, ``older-1`` (the weights one version before), ...,
+            ``optimizer``, ``rank``.
+        rank: the process that wrote it.
+        size: in bytes.
+        data_size: that of its tensors alone.
+        header_sum: CRC-32 of its header, length included; all other bytes are in a tensor's.
+        tensors: CRC-32 of each tensor's bytes.
     """
 
+    kind: str
+    rank: int
     size: int
     data_size: int
     header_sum: int
-    tensors: dict[str, int]
+    tensors: Mapping[str, int]
 
 
 class Entry(NamedTuple):
@@ -71,16 +82,6 @@ class Entry(NamedTuple):
     end: int
 
 
-class Readable(Protocol):
-    """A file whose bytes are read."""
-
-    def seek(self, place: int, /) -> int: ...
-
-    def read(self, size: int = -1, /) -> bytes: ...
-
-    def readinto(self, buffer: memoryview, /) -> int: ...
-
-
 def check_saveable(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError if a file cannot hold the tensor."""
     if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
@@ -90,8 +91,13 @@ def check_saveable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Written:
+def write_tensors(
+    file: IO[bytes], tensors: Mapping[str, torch.Tensor], kind: str = "model", rank: int = 0
+) -> SavedFile:
     """Writes tensors, one after the other; those of a device come to the CPU one at a time.
+
+    Args:
+        kind, rank: see :class:`SavedFile`.
 
     Raises:
         TypeError: a file cannot hold one of them; nothing has been written.
@@ -114,20 +120,22 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Writt
     sums = {}
     for name, tensor in tensors.items():
         sums[name] = 0
-        data = bytes_of(tensor).numpy().data
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         for first in range(0, len(data), _CHUNK_BYTES):
             chunk = data[first : first + _CHUNK_BYTES]
             file.write(chunk)
             sums[name] = zlib.crc32(chunk, sums[name])
-    return Written(len(start) + place, place, zlib.crc32(start), sums)
+    return SavedFile(
+        kind=kind,
+        rank=rank,
+        size=len(start) + place,
+        data_size=place,
+        header_sum=zlib.crc32(start),
+        tensors=sums,
+    )
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in order, as uint8 on the CPU; a view if they are there and contiguous."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-
-
-def read_header(file: Readable, size: int) -> tuple[dict[str, Entry], int]:
+def read_header(file: io.BufferedIOBase, size: int) -> tuple[dict[str, Entry], int]:
     """The tensors in a file of that size, and the sum of its header.
 
     Raises:
@@ -139,13 +147,11 @@ def read_header(file: Readable, size: int) -> tuple[dict[str, Entry], int]:
         raise ValueError(f"{size} bytes, a header of {length}: the file is cut or none of tensors")
     text = file.read(length)
     try:
-        header = parse_json(text)
+        fields = Field(parse_json(text)).entries()
+        fields.pop("__metadata__", None)
+        entries = {name: _entry(field, 8 + length) for name, field in fields.items()}
     except ValueError as error:
         raise ValueError(f"the header is damaged: {error}") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"the header is damaged: {type(header).__name__}, not an object")
-    header.pop("__metadata__", None)
-    entries = {name: _entry(name, fields, 8 + length) for name, fields in header.items()}
     place = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != place:
@@ -156,33 +162,37 @@ def read_header(file: Readable, size: int) -> tuple[dict[str, Entry], int]:
     return entries, zlib.crc32(start + text)
 
 
-def _entry(name: str, fields: Any, data: int) -> Entry:
-    def is_size(value: Any) -> bool:
-        return type(value) is int and 0 <= value < 2**63
+@dataclasses.dataclass(frozen=True)
+class _HeaderEntry:
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
-    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name}: the header is damaged: {shown(fields)}")
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ValueError(f"{name}: dtype {str(dtype)[:20]!r}, known: {', '.join(_DTYPES)}")
-    for sizes, length in ((shape, None), (offsets, 2)):
-        if not isinstance(sizes, list) or not all(map(is_size, sizes)):
-            raise ValueError(f"{name}: the header is damaged: {shown(sizes)}")
-        if length not in (None, len(sizes)):
-            raise ValueError(f"{name}: {len(sizes)} offsets, there must be {length}")
-    begin, end = offsets
-    size = _DTYPES[dtype].itemsize
-    for length in shape:
+
+def _entry(field: Field, data: int) -> Entry:
+    """What the header says of a tensor.
+
+    Args:
+        data: where the tensors' bytes begin.
+    """
+    entry = field.read(_HeaderEntry)
+    begin, end = entry.data_offsets
+    if entry.dtype not in _DTYPES:
+        raise ValueError(f"{field.where}: dtype {entry.dtype[:20]!r}, known: {', '.join(_DTYPES)}")
+    if not all(0 <= number < 2**63 for number in (*entry.shape, begin, end)):
+        field.fail("a tensor with a shape and offsets from 0 to 2**63 - 1")
+    size = _DTYPES[entry.dtype].itemsize
+    for length in entry.shape:
         if size * max(length, 1) >= 2**63:  # torch multiplies the others of an empty tensor too
-            raise ValueError(f"{name}: shape {shown(shape)}, there are no tensors as large")
+            field.fail("smaller: there are no tensors as large")
         size *= max(length, 1)
-    size = 0 if 0 in shape else size
+    size = 0 if 0 in entry.shape else size
     if end - begin != size:
-        raise ValueError(f"{name}: {end - begin} bytes, shape and dtype have {size}")
-    return Entry(_DTYPES[dtype], tuple(shape), data + begin, data + end)
+        raise ValueError(f"{field.where}: {end - begin} bytes, shape and dtype have {size}")
+    return Entry(_DTYPES[entry.dtype], entry.shape, data + begin, data + end)
 
 
-def read_tensor(file: Readable, entry: Entry) -> tuple[torch.Tensor, int]:
+def read_tensor(file: io.BufferedIOBase, entry: Entry) -> tuple[torch.Tensor, int]:
     """A tensor of the file, and the sum of its bytes.
 
     Raises:
@@ -202,13 +212,3 @@ def read_tensor(file: Readable, entry: Entry) -> tuple[torch.Tensor, int]:
             raise ValueError(f"{size} bytes at {entry.begin}: the file ends before")
         crc = zlib.crc32(chunk, crc)
     return tensor, crc
-
-
-def sum_of(file: Readable, entry: Entry) -> int:
-    """The sum of a tensor's bytes."""
-    file.seek(entry.begin)
-    crc, left = 0, entry.end - entry.begin
-    while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
-        crc = zlib.crc32(chunk, crc)
-        left -= len(chunk)
-    return crc
