@@ -6,7 +6,7 @@ import datetime
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,6 @@ from .groups import destroy_groups, new_group
 
 SLICE_SECONDS = 0.1
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-_Found = TypeVar("_Found")
 
 
 def machine_id() -> str:
@@ -86,10 +84,8 @@ def _gather(value: Any, group: dist.ProcessGroup, deadline: Deadline) -> list[An
     return everyone
 
 
-class Wait(Protocol):
-    """Calls a function, which waits for a slice of time, until it finds something."""
-
-    def __call__(self, look: Callable[[], _Found | None], /) -> _Found: ...
+Wait = Callable[[Callable[[], Any]], Any]
+"""Calls a function, which waits for a slice of time, until it finds something."""
 
 
 class RowExchange:
@@ -157,7 +153,8 @@ class RowExchange:
                 raise PeerLost(f"rank {rank} has ended or left the pipeline", rank=rank) from error
 
         board.begin_exchange(row)
-        return wait(look)
+        rows: list[int] = wait(look)
+        return rows
 
     def _between_machines(
         self, leaders: dist.ProcessGroup, rows: Sequence[int], wait: Wait

@@ -56,7 +56,8 @@ class Channels:
     ) -> None:
         self._grid = grid
         self._devices = devices
-        self._in_flight = in_flight
+        # As many messages as can be sent before the receiver has to take one.
+        self._most_under_way = max(in_flight) + 1
         self._control = control
         self._deadline = deadline
         self._groups: list[dist.ProcessGroup] = []
@@ -115,11 +116,6 @@ class Channels:
         watch.start()
         self._watches.append(watch)
         return with_rings
-
-    @property
-    def _most_under_way(self) -> int:
-        """As many messages as can be sent before the receiver has to take one."""
-        return max(self._in_flight) + 1
 
     def _make(self, source: int, destination: int) -> None:
         grid = self._grid

@@ -58,7 +58,8 @@ def new_group(
     """Makes a group of each team's processes; gives the one that this process is in.
 
     Every process calls it, in one order, for a group's name is its number. Processes outside a team
-    do nothing but count it.
+    do nothing but count it. A group whose transfers run on a device is aborted when the pipeline
+    fails.
 
     Args:
         backend: None: those of the default group, and gloo for hosts if it has none for them.
@@ -78,8 +79,8 @@ def new_group(
                     join_members, sorted(team), name, backend, timeout, options
                 )
                 own = deadline.wait("making a group", join)
-    if own is not None:
-        end_with_fault(own, deadline.fault)
+    if own is not None and runs_on_device(own):
+        _C.abort_on_fault(deadline.fault, own.group_name)
     return own
 
 
@@ -254,9 +255,3 @@ def options_of_messages(backend: str) -> Any:
     if "NCCL_MAX_CTAS" not in os.environ:
         options.config.max_ctas = _MOST_BLOCKS
     return options
-
-
-def end_with_fault(group: dist.ProcessGroup, fault: _C.Fault) -> None:
-    """Aborts the group when the pipeline fails, if its transfers run on a device."""
-    if runs_on_device(group):
-        _C.abort_on_fault(fault, group.group_name)
