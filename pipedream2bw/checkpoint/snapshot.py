@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import reworded
-from ..optimizer.shares import is_cut, of_all_replicas
+from ..optimizer.shares import is_divided, of_all_replicas
 from ..optimizer.state_by_name import OptimizerSnapshot, OwnChanges, SharedState, StateByName
 from ..ranks.grid import RankGrid
 from ..runtime.discarding import TakenBack
@@ -337,7 +337,7 @@ class _StageCopier:
         All replicas copy the same versions, in one order.
         """
         weights, engine = self.stage.weights, self.stage.weights.engine
-        divided = [(i, name) for i, name in enumerate(weights.trainable) if is_cut(weights, i)]
+        divided = [(i, name) for i, name in enumerate(weights.trainable) if is_divided(weights, i)]
         if not divided:
             return {}
         group = self.grid.savers(self.stage.index)

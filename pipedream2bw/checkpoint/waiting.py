@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
 from ..ranks.agreement import Finished, Operation
-from ..ranks.deadline import Call
+from ..ranks.deadline import CallInThread
 from ..runtime.session import Session
 from .folder import Folder
 
@@ -38,7 +38,7 @@ def done_by(done: Future[_Result], end: float, is_over: Callable[[], bool] = lam
     return done.done()
 
 
-class FolderCall(Call[_Result]):
+class FolderCall(CallInThread[_Result]):
     """A call that works in a folder, however long that takes.
 
     A call into a file system that hangs cannot be ended from outside. So it is made in a thread,

@@ -108,7 +108,9 @@ def join_members(
     default = world.default_pg
     assert default is not None
     of_default, store = world.pg_map[default]
-    with _unbound(default):
+    # Unbound, for a communicator of its own instead of a part of the default group's.
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
         group, _ = make(
             len(members),
             members.index(dist.get_rank()),
@@ -119,20 +121,11 @@ def join_members(
             options,
             timeout=timeout,
         )
+    finally:
+        default.bound_device_id = device
     world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
     made: dist.ProcessGroup = group
     return made
-
-
-@contextlib.contextmanager
-def _unbound(group: dist.ProcessGroup) -> Iterator[None]:
-    """Groups made inside get communicators of their own, instead of parts of this one's."""
-    device = group.bound_device_id
-    group.bound_device_id = None
-    try:
-        yield
-    finally:
-        group.bound_device_id = device
 
 
 def broadcast(
