@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from ..json_document import Field, parse_json
+from ..json_document import parse_json, shown
 
 _DTYPES = {
     "F64": torch.float64,
@@ -147,11 +147,13 @@ def read_header(file: io.BufferedIOBase, size: int) -> tuple[dict[str, Entry], i
         raise ValueError(f"{size} bytes, a header of {length}: the file is cut or none of tensors")
     text = file.read(length)
     try:
-        fields = Field(parse_json(text)).entries()
-        fields.pop("__metadata__", None)
-        entries = {name: _entry(field, 8 + length) for name, field in fields.items()}
+        header = parse_json(text)
+        if not isinstance(header, dict):
+            raise ValueError(f"{type(header).__name__}, not an object")
     except ValueError as error:
         raise ValueError(f"the header is damaged: {error}") from error
+    header.pop("__metadata__", None)
+    entries = {name: _entry(name, fields, 8 + length) for name, fields in header.items()}
     place = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != place:
@@ -162,34 +164,30 @@ def read_header(file: io.BufferedIOBase, size: int) -> tuple[dict[str, Entry], i
     return entries, zlib.crc32(start + text)
 
 
-@dataclasses.dataclass(frozen=True)
-class _HeaderEntry:
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+def _entry(name: str, fields: Any, data: int) -> Entry:
+    def is_size(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 2**63
 
-
-def _entry(field: Field, data: int) -> Entry:
-    """What the header says of a tensor.
-
-    Args:
-        data: where the tensors' bytes begin.
-    """
-    entry = field.read(_HeaderEntry)
-    begin, end = entry.data_offsets
-    if entry.dtype not in _DTYPES:
-        raise ValueError(f"{field.where}: dtype {entry.dtype[:20]!r}, known: {', '.join(_DTYPES)}")
-    if not all(0 <= number < 2**63 for number in (*entry.shape, begin, end)):
-        field.fail("a tensor with a shape and offsets from 0 to 2**63 - 1")
-    size = _DTYPES[entry.dtype].itemsize
-    for length in entry.shape:
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name}: the header is damaged: {shown(fields)}")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(f"{name}: dtype {str(dtype)[:20]!r}, known: {', '.join(_DTYPES)}")
+    for sizes, length in ((shape, None), (offsets, 2)):
+        if not isinstance(sizes, list) or not all(map(is_size, sizes)):
+            raise ValueError(f"{name}: the header is damaged: {shown(sizes)}")
+        if length not in (None, len(sizes)):
+            raise ValueError(f"{name}: {len(sizes)} offsets, there must be {length}")
+    begin, end = offsets
+    size = _DTYPES[dtype].itemsize
+    for length in shape:
         if size * max(length, 1) >= 2**63:  # torch multiplies the others of an empty tensor too
-            field.fail("smaller: there are no tensors as large")
+            raise ValueError(f"{name}: shape {shown(shape)}, there are no tensors as large")
         size *= max(length, 1)
-    size = 0 if 0 in entry.shape else size
+    size = 0 if 0 in shape else size
     if end - begin != size:
-        raise ValueError(f"{field.where}: {end - begin} bytes, shape and dtype have {size}")
-    return Entry(_DTYPES[entry.dtype], entry.shape, data + begin, data + end)
+        raise ValueError(f"{name}: {end - begin} bytes, shape and dtype have {size}")
+    return Entry(_DTYPES[dtype], tuple(shape), data + begin, data + end)
 
 
 def read_tensor(file: io.BufferedIOBase, entry: Entry) -> tuple[torch.Tensor, int]:
