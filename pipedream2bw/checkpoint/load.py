@@ -32,7 +32,7 @@ from .save import (
     is_stateful,
     set_generators,
 )
-from .snapshot import MODEL, OPTIMIZER, RANK, buffer_prefix, older
+from .snapshot import MODEL, RANK, buffer_prefix, older
 from .source import Source, damage_of
 from .waiting import on_all_ranks, on_first_rank
 
@@ -467,19 +467,9 @@ class _Prepared:
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         """What optimizers keep of this process's parameters, by name."""
-        source = self._source
         mine = self._saved_as(n for stage in self._session.stages for n in stage.weights.trainable)
-        (numbers,) = source.values(source.manifest.numbers)
-        states = {saved: dict(numbers.get(saved, {})) for saved in mine.values()}
-        places = {
-            name: file_name
-            for name, file_name in source.places(OPTIMIZER).items()
-            if name.rpartition("/")[0] in states
-        }
-        for name, value in source.read(places).items():
-            parameter, _, key = name.rpartition("/")
-            states[parameter][key] = value
-        return {name: states[saved] for name, saved in mine.items()}
+        states = self._source.states(set(mine.values()))
+        return {name: states.get(saved, {}) for name, saved in mine.items()}
 
     # ------------------------------------------------------------------ load
 

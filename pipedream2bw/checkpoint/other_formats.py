@@ -18,7 +18,7 @@ from .commit import commit, remove, steps_in
 from .encoding import encode
 from .folder import INDEX, Folder, name_of
 from .manifest import Manifest, weights_index
-from .snapshot import MODEL, OPTIMIZER, RANK
+from .snapshot import MODEL, RANK
 from .source import EXTRA_STATE, Source
 from .tensor_file import TENSORS, SavedFile, check_saveable, write_tensors
 
@@ -82,17 +82,12 @@ def _to_torch_distributed(source: Source, out: str) -> None:
 
 def _optimizer_state(source: Source) -> dict[str, Any]:
     """By the parameters' names, as ``get_optimizer_state_dict`` has it when it flattens."""
-    manifest, places = source.manifest, source.places(OPTIMIZER)
-    shared, numbers = source.values(manifest.optimizer, manifest.numbers)
+    (shared,) = source.values(source.manifest.optimizer)
     extensions = of_extensions(shared)
-    state: dict[str, dict[str, Any]] = {}
-    for name, value in source.read(places).items():
-        parameter, _, key = name.rpartition("/")
-        state.setdefault(parameter, {})[key] = value
-    for parameter, values in numbers.items():
-        state.setdefault(parameter, {}).update(values)
-    for parameter, values in state.items():
-        state[parameter] = {k: v for k, v in values.items() if not is_of(k, extensions)}
+    state = {
+        parameter: {key: value for key, value in kept.items() if not is_of(key, extensions)}
+        for parameter, kept in source.states().items()
+    }
     groups = {
         name: dict(options)
         for optimizer in shared["optimizers"]

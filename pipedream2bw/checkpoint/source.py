@@ -11,10 +11,11 @@ import torch
 
 from ..errors import DamagedCheckpoint
 from ..model.checkpoint import Checkpoint
+from ..optimizer.state_by_name import StateByName
 from .encoding import decode
 from .folder import INDEX, Folder
 from .manifest import read_manifest, weights_index
-from .snapshot import MODEL, RANK, buffer_prefix
+from .snapshot import MODEL, OPTIMIZER, RANK, buffer_prefix
 from .tensor_file import Entry, read_header, read_tensor
 
 EXTRA_STATE = "_extra_state"
@@ -136,6 +137,21 @@ class Source:
             return {n: tensors[saved_as[n]] if n in saved_as else extra[n] for n in names}
 
         return Checkpoint([*saved_as, *extra], read)
+
+    def states(self, parameters: Collection[str] | None = None) -> StateByName:
+        """What optimizers keep of some parameters, None: of all, by the names that were saved."""
+
+        def is_asked_for(parameter: str) -> bool:
+            return parameters is None or parameter in parameters
+
+        (numbers,) = self.values(self.manifest.numbers)
+        states: StateByName = {name: of for name, of in numbers.items() if is_asked_for(name)}
+        places = self.places(OPTIMIZER)
+        names = [name for name in places if is_asked_for(name.rpartition("/")[0])]
+        for name, value in self.read({name: places[name] for name in names}).items():
+            parameter, _, key = name.rpartition("/")
+            states.setdefault(parameter, {})[key] = value
+        return states
 
     def values(self, *documents: Any) -> list[Any]:
         """The user's state of which these are documents; its tensors are read."""

@@ -463,8 +463,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._check_in_charge()
         extensions = [each for each in self.extensions if saved_by(each) is not None]
         return OptimizerSnapshot(
-            kinds=self._kinds,
             optimizers=self._wrapped,
+            holders=self._holders(),
             options=[options_of(optimizer.param_groups) for optimizer in self._wrapped],
             seen=self._options,
             steppers=self._steppers,

@@ -16,7 +16,7 @@ import torch
 from .. import _C
 from ..runtime.extension import Extension, joined
 from ..runtime.stage_weights import StageWeights
-from .fused import parameters_of, read_state
+from .fused import Holder, parameters_of, read_state
 from .own_step import StageStepper, changed_by
 
 STALENESS = "staleness"
@@ -60,8 +60,8 @@ class OptimizerSnapshot:
     Made in the main thread before that; its methods are for the thread that copies the stage.
 
     Attributes:
-        kinds: the fused pass of each, None of those that step by themselves.
         optimizers: the wrapped ones.
+        holders: by a parameter's id its optimizer and group.
         options: those of each optimizer's groups, as its user set them.
         seen: the same after the last step, of those that step by themselves.
         steppers: these, by number and stage.
@@ -70,8 +70,8 @@ class OptimizerSnapshot:
         names: of this process's parameters, by their id.
     """
 
-    kinds: Sequence[str | None]
     optimizers: Sequence[torch.optim.Optimizer]
+    holders: Mapping[int, Holder]
     options: Sequence[list[dict[str, Any]]]
     seen: Mapping[int, list[dict[str, Any]]]
     steppers: Mapping[tuple[int, int], StageStepper]
@@ -87,15 +87,9 @@ class OptimizerSnapshot:
         What extensions keep is with it.
         """
         found: StateByName = {}
-        holders = {
-            id(parameter): (kind, optimizer, group)
-            for kind, optimizer in zip(self.kinds, self.optimizers, strict=True)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
         for i, (name, handle) in enumerate(weights.trainable.items()):
             if weights.is_shown and weights.counts(name) and weights.engine.owns(i):
-                kind, optimizer, group = holders[id(handle)]
+                kind, optimizer, group = self.holders[id(handle)]
                 of_own = optimizer.state.get(handle, {})
                 found[name] = read_state(kind, weights, i, group) if kind else dict(of_own)
         for extension in self.extensions:
