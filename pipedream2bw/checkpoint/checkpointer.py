@@ -10,29 +10,24 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from ..checks import check_whole_number
 from ..errors import StageError
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
-from ..ranks.agreement import Announcement, Operation, Stopping
+from ..ranks.agreement import Announcement, Operation
 from ..runtime.discarding import TakenBack
 from ..runtime.extension import CHECKPOINTER, Extension
-from ..runtime.session import Session
 from .commit import retain, steps_in
-from .finding import load_whole
 from .frequency import Frequency
-from .load import load_from
+from .load import load_from, load_whole
 from .preemption import Preempted, Signals, ignore_in_worker
-from .save import OUR_EXTRA, Beside, Saver, Stateful
-from .saves_under_way import SavesUnderWay
-from .saving import Saving
+from .save import OUR_EXTRA, Saver, Stateful, UserState
+from .saving import SavesUnderWay, Saving
 from .waiting import on_first_rank
 
 log = logging.getLogger("pipedream2bw")
-
-_Result = TypeVar("_Result")
 
 
 class Checkpointer(Extension):
@@ -83,21 +78,32 @@ class Checkpointer(Extension):
     ) -> None:
         self._session = session = pipe.session
         self._opt = opt
+
+        def checked() -> Frequency:
+            for other in session.extensions.at(CHECKPOINTER):
+                raise ValueError(
+                    f"{os.fspath(path)}: the pipeline has a Checkpointer, of {other.name}, which "
+                    "must be closed before another one is made; pd2.save() saves to further places"
+                )
+            check_whole_number("keep", keep, at_least=2)
+            if keep_every is not None:
+                check_whole_number("keep_every", keep_every)
+            return Frequency(every, max_overhead)
+
+        same = {"every": every, "keep": keep, "keep_every": keep_every}
         with session.ending.lost_ranks_close():
-            self._frequency: Frequency = session.control.together(
-                lambda: _checked(session, path, every, max_overhead, keep, keep_every),
-                same={"every": every, "keep": keep, "keep_every": keep_every},
-            )
-        self._beside = Beside(
+            self._frequency: Frequency = session.control.together(checked, same=same)
+        self._user_state = UserState(
             data=data,
             schedulers=schedulers,
             extra={**(extra or {}), f"{OUR_EXTRA}frequency": self._frequency},
         )
         self._signals: Signals = session.together(lambda: Signals(preempt))
-        self._saver = Saver(path, pipe, opt, self._beside)
-        self._retain = functools.partial(retain, self._saver.folder, keep, keep_every)
+        self._saver = Saver(path, pipe, opt, self._user_state)
+        self._folder = self._saver.folder
+        self._retain = functools.partial(retain, self._folder, keep, keep_every)
         self._saver.check()
-        self._under_way = SavesUnderWay(session, self._saver.folder.path, self._frequency)
+        self._under_way = SavesUnderWay(session, self._folder.path, self._frequency)
         self._last_step: float | None = None
         self._evaluated = False  # since the last step()
         # The batch before which the user counted last, and at which everything goes together.
@@ -109,7 +115,7 @@ class Checkpointer(Extension):
         """The values of ``extra`` that :meth:`resume` found and that are no objects."""
         self._saves = False  # what a rank has asked all for, with the last train_step
         self._stop_signal = 0  # the greatest that a rank has got, so that all exit alike
-        self.name = self._saver.folder.path
+        self.name = self._folder.path
         session.extensions.put(CHECKPOINTER, [self])
         self._signals.notice()
 
@@ -136,15 +142,15 @@ class Checkpointer(Extension):
                 values.
             TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
         """
-        session, folder = self._session, self._saver.folder
+        session = self._session
         session.flush_for(Operation.load)
         self._under_way.wait_together()
         extra = load_whole(
             session,
-            folder,
+            self._folder,
             step,
-            lambda source: load_from(source, session, self._opt, self._beside, generators=True),
-            known_everywhere=self._known_everywhere,
+            lambda source: load_from(source, session, self._opt, self._user_state, generators=True),
+            self._opt.extensions,
         )
         self._newest = self._stepped = session.accumulation.num_updates
         if extra is None:
@@ -153,26 +159,15 @@ class Checkpointer(Extension):
         self.extra = extra
         return self._newest
 
-    def _known_everywhere(self, steps: Iterable[int]) -> list[int]:
-        """Those of some steps that the optimizer's extensions can go on from."""
-        known = list(steps)
-        for extension in self._opt.extensions:
-            known = list(extension.known_everywhere(known))
-        return known
-
     def _check_branch(self) -> None:
         """Refuses to train where newer checkpoints are of another run. On rank 0."""
         batch = self._session.accumulation.num_updates
-        newer = [step for step in steps_in(self._saver.folder) if step > batch]
+        newer = [step for step in steps_in(self._folder) if step > batch]
         if newer:
             raise ValueError(
-                f"{self._saver.folder.path}: it has checkpoint {newer[0]}, this run is at {batch}: "
+                f"{self._folder.path}: it has checkpoint {newer[0]}, this run is at {batch}: "
                 "go on with resume(), go back with resume(step=...), or choose another folder"
             )
-
-    def _from_first(self, action: str, call: Callable[[], _Result]) -> _Result:
-        """Calls what works in the folder on rank 0; every rank returns what it gives, or raises."""
-        return on_first_rank(self._session, self._saver.folder, action, call)
 
     # ------------------------------------------------------------------ saving
 
@@ -200,7 +195,8 @@ class Checkpointer(Extension):
         now = time.monotonic()
         batch = self._stepped = session.accumulation.num_updates
         if batch < self._newest or self._newest < 0:
-            self._from_first("looking for newer checkpoints", self._check_branch)
+            action = "looking for newer checkpoints"
+            on_first_rank(session, self._folder, action, self._check_branch)
             self._newest = batch
         if self._last_step is not None:
             seconds = None if self._evaluated else now - self._last_step
@@ -312,10 +308,8 @@ class Checkpointer(Extension):
             return False
         session.flush_for(Operation.flush)
         self._under_way.wait_together()
-        folder = self._saver.folder
-        return self._from_first(
-            f"looking for checkpoint {batch}", lambda: batch in steps_in(folder)
-        )
+        folder, action = self._folder, f"looking for checkpoint {batch}"
+        return on_first_rank(session, folder, action, lambda: batch in steps_in(folder))
 
     def close(self) -> None:
         """Waits for the saves under way; signals do what they did before. Every rank calls it.
@@ -345,13 +339,10 @@ class Checkpointer(Extension):
         """Every rank calls this. Drained."""
         session, self._stop_signal = self._session, 0
         if session.ending.is_open:
+            mine = Announcement(stop_signal=self._signals.received)
             with session.ending.failing_closes():
-                everyone = session.agree(
-                    Operation.flush,
-                    session.num_train_steps,
-                    lambda: Stopping(self._signals.received),
-                )
-            self._stop_signal = max(rank.signal for rank in everyone)
+                told = session.agree(Operation.flush, session.num_train_steps, lambda: mine)
+            self.announced(told)
 
     def _finish(self) -> None:
         try:
@@ -387,22 +378,3 @@ class Checkpointer(Extension):
             self.close()
         else:  # on this rank alone, perhaps
             self._leave(error)
-
-
-def _checked(
-    session: Session,
-    path: str | os.PathLike[str],
-    every: int | str,
-    max_overhead: float,
-    keep: int,
-    keep_every: int | None,
-) -> Frequency:
-    for other in session.extensions.at(CHECKPOINTER):
-        raise ValueError(
-            f"{os.fspath(path)}: the pipeline has a Checkpointer, of {other.name}, which must "
-            "be closed before another one is made; pd2.save() saves to further places"
-        )
-    check_whole_number("keep", keep, at_least=2)
-    if keep_every is not None:
-        check_whole_number("keep_every", keep_every)
-    return Frequency(every, max_overhead)

@@ -38,9 +38,6 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     """
     try:
         document = _encode(value, where, tensors)
-    except RecursionError as error:
-        raise ValueError(f"{where}: {error}") from None
-    try:
         check_nesting(document, MOST_LEVELS - _LEVELS_ABOVE)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from None
@@ -115,38 +112,22 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind is None:
         return {key: decode(item, tensors) for key, item in document.items()}
     field = Field(document).fields(kind)[0]
-    if kind == "$float":
-        try:
-            return float(field.read_as(str))
-        except ValueError as error:
-            raise ValueError(f"{field.where}: {error}") from None
-    if kind == "$tensor":
-        return _tensor(field, tensors)
-    if kind == "$array":
-        try:
-            return _tensor(field, tensors).numpy()
-        except TypeError as error:  # NumPy has no such dtype
-            raise ValueError(f"{field.where}: {error}") from None
-    if kind == "$tuple":
-        return tuple(decode(item.value, tensors) for item in field.items())
-    if kind in ("$dict", "$counter"):
-        pairs = [[decode(each.value, tensors) for each in item.items(2)] for item in field.items()]
-        return _dictionary(field, pairs, collections.Counter if kind == "$counter" else dict)
-    raise ValueError(f"{kind}: no kind of value, known: {', '.join(_KINDS)}")
-
-
-def _tensor(field: Field, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    name = field.read_as(str)
-    if name not in tensors:
-        field.fail("the name of a tensor that was saved with it")
-    return tensors[name]
-
-
-def _dictionary(field: Field, pairs: list[list[Any]], kind: type[dict[Any, Any]]) -> Any:
     try:
-        found = dict(pairs)
-    except TypeError as error:  # a key that is a list, or a tuple of lists
+        if kind == "$float":
+            return float(field.read_as(str))
+        if kind in ("$tensor", "$array"):
+            name = field.read_as(str)
+            if name not in tensors:
+                field.fail("the name of a tensor that was saved with it")
+            return tensors[name] if kind == "$tensor" else tensors[name].numpy()
+        if kind == "$tuple":
+            return tuple(decode(item.value, tensors) for item in field.items())
+        if kind in ("$dict", "$counter"):
+            items = [item.items(2) for item in field.items()]
+            found = dict([decode(each.value, tensors) for each in item] for item in items)
+            if len(found) < len(items):
+                field.fail("a list of pairs with different keys")
+            return collections.Counter(found) if kind == "$counter" else found
+    except (TypeError, ValueError) as error:  # NumPy has no such dtype; a key that is a list
         raise ValueError(f"{field.where}: {error}") from None
-    if len(found) < len(pairs):
-        field.fail("a list of pairs with different keys")
-    return kind(found)
+    raise ValueError(f"{kind}: no kind of value, known: {', '.join(_KINDS)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -16,8 +17,6 @@ from typing import IO, Any
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
-
-from .tensor_file import Readable
 
 MANIFEST = "checkpoint.json"
 INDEX = "model.safetensors.index.json"
@@ -68,7 +67,6 @@ class Folder:
         return self.fs
 
     def saves(self) -> list[str]:
-        """The names of the folders that saves have made."""
         return [name for name in self.names() if _SAVE.fullmatch(name)]
 
     @_errors_of_the_system()
@@ -136,7 +134,7 @@ class Folder:
     # ------------------------------------------------------------------ reading
 
     @contextlib.contextmanager
-    def open(self, *names: str, ahead: int = 4 * 2**20) -> Iterator[Readable]:
+    def open(self, *names: str, ahead: int = 4 * 2**20) -> Iterator[io.BufferedIOBase]:
         """Opens a file to read its bytes.
 
         Args:
@@ -146,7 +144,8 @@ class Folder:
             _errors_of_the_system(),
             self._seen_now().open(self.at(*names), "rb", block_size=ahead) as file,
         ):
-            yield _ReadFile(file, self)
+            counted: Any = _CountedFile(file, self)
+            yield counted
 
     @_errors_of_the_system()
     def read(self, *names: str) -> bytes:
@@ -160,7 +159,6 @@ class Folder:
 
     @_errors_of_the_system()
     def size(self, *names: str) -> int:
-        """The size of a file."""
         size: int = self._seen_now().size(self.at(*names))
         return size
 
@@ -198,26 +196,16 @@ class Folder:
         return True
 
 
-class _ReadFile:
-    """A file of the folder that is read, of which the folder counts the calls."""
+class _CountedFile:
+    """A file of the folder, which counts the calls of its methods."""
 
     def __init__(self, file: Any, folder: Folder) -> None:
         self._file = file
         self._folder = folder
 
-    def seek(self, place: int) -> int:
-        new: int = self._file.seek(place)
-        return new
-
-    def read(self, size: int = -1) -> bytes:
+    def __getattr__(self, method: str) -> Any:
         self._folder.num_calls += 1
-        data: bytes = self._file.read(size)
-        return data
-
-    def readinto(self, buffer: memoryview) -> int:
-        self._folder.num_calls += 1
-        size: int = self._file.readinto(buffer)
-        return size
+        return getattr(self._file, method)
 
 
 def name_of(step: int, nonce: str) -> str:

@@ -40,9 +40,9 @@ class Frequency:
         self._seconds = math.inf
         self.is_auto = every == "auto"
         if isinstance(every, str):
-            time_given = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", every)
-            if time_given is not None:
-                self._seconds = float(time_given[1]) * _UNITS[time_given[2]]
+            with_unit = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h)", every)
+            if with_unit is not None:
+                self._seconds = float(with_unit[1]) * _UNITS[with_unit[2]]
             elif not self.is_auto:
                 raise ValueError(
                     f"every: {every!r}, it must be a number of batches, 'auto' or a time: '10min', "
@@ -110,10 +110,8 @@ class Frequency:
         self.batches = max(self.batches, least)
 
     def state_dict(self) -> dict[str, int | None]:
-        """What was learnt."""
         return {"batches": self.batches if self.is_auto else None}
 
     def load_state_dict(self, state: dict[str, int | None]) -> None:
-        """Goes on with what was learnt."""
         if self.is_auto:
             self.batches = state["batches"]

@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
+from ..errors import DamagedCheckpoint
 from ..model.checkpoint import Checkpoint
-from ..optimizer.cut import SavedOptimizers
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Operation
+from ..runtime.extension import Extension
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
-from .commit import checkpoints
-from .cut import MODEL, OPTIMIZER, buffer_prefix, older
-from .folder import Folder
+from .commit import ABANDONED, CORRUPT, checkpoints, look, set_aside
+from .folder import MANIFEST, Folder, step_of
 from .manifest import Manifest, RankPart
 from .save import (
     OUR_EXTRA,
-    Beside,
     Stateful,
+    UserState,
     generator_states,
     is_stateful,
     set_generators,
 )
-from .source import Source
+from .snapshot import MODEL, RANK, buffer_prefix, older
+from .source import Source, damage_of
 from .waiting import on_all_ranks, on_first_rank
 
 log = logging.getLogger("pipedream2bw")
 
+_VISIBLE_SECONDS = 60.0
+"""A network file system may show a folder to other machines as it was so long ago."""
+_READS = 3
+"""Attempts to read, a second apart: what a network says now it may not say then."""
+
+_Loaded = TypeVar("_Loaded")
 _Read = TypeVar("_Read")
 
 
@@ -83,19 +91,141 @@ def load(
     """
     session = pipe.session
     session.flush_for(Operation.load)
-    beside = Beside(data=data, schedulers=schedulers, extra=extra or {})
+    user_state = UserState(data=data, schedulers=schedulers, extra=extra or {})
     folder = session.together(lambda: Folder(path))
     action = "looking for checkpoints"
     name = on_first_rank(session, folder, action, lambda: checkpoints(folder, step)[0])
     source = on_all_ranks(session, folder, f"reading {name}", lambda: Source(folder, name))
-    return load_from(source, session, opt, beside, generators=generators)
+    return load_from(source, session, opt, user_state, generators=generators)
+
+
+def load_whole(
+    session: Session,
+    folder: Folder,
+    step: int | None,
+    load: Callable[[Source], _Loaded],
+    extensions: Iterable[Extension],
+) -> _Loaded | None:
+    """Loads the newest checkpoint that is whole; None if there are no checkpoints.
+
+    Newer ones are set aside: as corrupt if they are damaged or cannot be read, as abandoned if an
+    older one was asked for. If none is whole, all of them stay as they are. Every rank calls it.
+
+    Args:
+        step: the only one that may be taken; None: any.
+        load: raises DamagedCheckpoint on every rank, and has changed nothing then, where a sum is
+            wrong that only who reads all of a file's tensors compares.
+        extensions: say which checkpoints they can go on from, as other sites have them, too.
+
+    Raises:
+        DamagedCheckpoint: there are checkpoints, and none is whole.
+        ValueError: a rank does not see what rank 0 sees; another version wrote it; there is no
+            such step.
+        TimeoutError: the file system hangs.
+    """
+    there = on_first_rank(
+        session, folder, "looking for checkpoints", lambda: look(folder).checkpoints
+    )
+
+    def candidates() -> list[str]:
+        steps = list(dict.fromkeys(map(step_of, there)))
+        for extension in extensions:
+            steps = list(extension.known_everywhere(steps))
+        if step is not None and step not in steps:
+            raise ValueError(f"step: {step}, {folder.path} has {steps or 'none'}")
+        return [name for name in there if step_of(name) in (steps if step is None else [step])]
+
+    with session.ending.lost_ranks_close():
+        names: list[str] = session.control.from_first(candidates)
+    damage: dict[str, str] = {}
+    for name in names:
+        reading = f"reading {name}"
+        source, found = on_all_ranks(
+            session, folder, reading, functools.partial(_checked, session, folder, name)
+        )
+        decide = functools.partial(_damage, folder, name, session.gather(found))
+        wrong = on_first_rank(session, folder, reading, decide)
+        if wrong is None:
+            assert source is not None
+            try:
+                loaded = load(source)
+            except DamagedCheckpoint as error:
+                wrong = str(error)
+            else:
+                newer = there[: there.index(name)]
+                leave = functools.partial(_set_aside, folder, newer, damage)
+                on_first_rank(session, folder, "setting newer checkpoints aside", leave)
+                return loaded
+        damage[name] = wrong
+        log.warning("%s: the next older checkpoint is taken", wrong)
+    if names:
+        texts = "; ".join(damage.values())
+        raise DamagedCheckpoint(
+            f"{folder.path}: none of {len(names)} checkpoints is whole: {texts}"
+        )
+    return None
+
+
+def _checked(session: Session, folder: Folder, name: str) -> tuple[Source | None, str | None]:
+    """A checkpoint, and what this rank finds wrong with it.
+
+    Each rank reads some of the files to compare their sums.
+    """
+    rank, begin, found = session.grid.rank, time.monotonic(), ""
+    for read in range(_READS):
+        if read > 0:
+            time.sleep(1.0)
+        try:
+            while rank != 0 and not folder.holds(name, MANIFEST):
+                if time.monotonic() - begin > _VISIBLE_SECONDS:
+                    raise ValueError(
+                        f"{folder.path}: rank 0 sees {name}, rank {rank} does not: it must be one "
+                        "folder for all processes"
+                    )
+                time.sleep(0.5)
+            source = Source(folder, name)
+            for number, file_name in enumerate(sorted(source.manifest.files)):
+                source.check_file(file_name, sums=number % session.control.size == rank)
+            return source, None
+        except DamagedCheckpoint as error:
+            return None, str(error)
+        except OSError as error:
+            found = f"{name}: {type(error).__name__}: {error}"
+    return None, found
+
+
+def _damage(folder: Folder, name: str, found: Sequence[str | None]) -> str | None:
+    """What is wrong with a checkpoint. On rank 0, with what each rank has found."""
+    rank = next((rank for rank, text in enumerate(found) if text is not None), 0)
+    if rank == 0:
+        return found[0]
+    try:  # a rank may have read another folder
+        mine = next(damage_of(folder, name, sums=True), None)
+    except OSError as error:
+        mine = str(error)
+    if mine is None:
+        raise ValueError(
+            f"{folder.path}: rank {rank} reads {found[rank]}; rank 0 reads a whole checkpoint: it "
+            "must be one folder for all processes"
+        )
+    return mine
+
+
+def _set_aside(folder: Folder, newer: Sequence[str], damage: Mapping[str, str]) -> None:
+    for name in newer:
+        why = CORRUPT if name in damage else ABANDONED
+        try:
+            set_aside(folder, name, why)
+            log.warning("checkpoint %s is set aside as %s", name, why)
+        except OSError as error:
+            log.warning("checkpoint %s could not be set aside: %s", name, error)
 
 
 def load_from(
     source: Source,
     session: Session,
     opt: PipelineOptimizer | None,
-    beside: Beside,
+    user_state: UserState,
     *,
     generators: bool,
 ) -> dict[str, Any]:
@@ -110,76 +240,66 @@ def load_from(
         entries = reading(lambda: weights.read(mine))
         session.load(lambda: Checkpoint(weights.names, lambda _: entries), strict=True)
         return {}
-    prepared = reading(lambda: _Prepared(source, session, opt, beside))
-    restored = _Restored()
-    try:
-        session.together(lambda: prepared.restore(restored, generators=generators))
-    except BaseException:
-        restored.undo()  # also where another rank's object refused
-        raise
+    prepared = reading(lambda: _Prepared(source, session, opt, user_state, generators=generators))
+    with contextlib.ExitStack() as undo:  # also where another rank's object refuses
+        session.together(lambda: prepared.restore(undo))
+        undo.pop_all()
     with session.ending.failing_closes():  # half of it may have been loaded
-        return prepared.load(generators=generators)
+        return prepared.load()
 
 
-class _Restored:
-    """The user's objects that have got their states back, and what they had before."""
+def _restore(
+    undo: contextlib.ExitStack,
+    name: str,
+    state: Any,
+    load: Callable[[Any], object],
+    former: Callable[[], Any],
+) -> None:
+    """Gives one of the user's objects its state, and ``undo`` what gives it back the former one.
 
-    def __init__(self) -> None:
-        self._undo: list[tuple[str, Callable[[], object]]] = []
+    Raises:
+        ValueError: the object refuses it; names the object.
+    """
 
-    def restore(
-        self,
-        name: str,
-        state: Any,
-        load: Callable[[Any], object],
-        former: Callable[[], Any],
-    ) -> None:
-        """Gives an object its state.
-
-        Args:
-            load: gives the object a state.
-            former: gives the state that it has.
-
-        Raises:
-            ValueError: the object refuses it; names the object.
-        """
-        with contextlib.suppress(Exception):  # which has no state yet: what it gets may stay
-            kept = deepcopy(former())
-            self._undo.append((name, lambda: load(kept)))
+    def give_back(kept: Any) -> None:
         try:
-            load(state)
+            load(kept)
         except Exception as error:
-            raise ValueError(
-                f"{name}: the saved state is refused: {type(error).__name__}: {error}"
-            ) from error
+            log.warning("%s does not take its former state either: %s", name, error)
 
-    def undo(self) -> None:
-        """Gives all of them what they had before, as far as they take it."""
-        for name, undo in reversed(self._undo):
-            try:
-                undo()
-            except Exception as error:
-                log.warning("%s does not take its former state either: %s", name, error)
+    with contextlib.suppress(Exception):  # which has no state yet: what it gets may stay
+        undo.callback(give_back, deepcopy(former()))
+    try:
+        load(state)
+    except Exception as error:
+        raise ValueError(
+            f"{name}: the saved state is refused: {type(error).__name__}: {error}"
+        ) from error
 
 
 class _Prepared:
     """Everything read and compared, so that loading cannot fail on some ranks alone."""
 
     def __init__(
-        self, source: Source, session: Session, opt: PipelineOptimizer | None, beside: Beside
+        self,
+        source: Source,
+        session: Session,
+        opt: PipelineOptimizer | None,
+        user_state: UserState,
+        *,
+        generators: bool,
     ) -> None:
-        beside.check()
+        user_state.check()
         self._source = source
         self._session = session
         self._opt = opt
-        self._beside = beside
+        self._user_state = user_state
         manifest = source.manifest
         for file_name in manifest.files:
             source.check_file(file_name, sums=False)
         if opt is not None and manifest.optimizer is None:
             raise ValueError("opt: given, the checkpoint has none: it was saved without")
-        is_alone = opt is None
-        if not is_alone and (manifest.random_seed is None) != (session.random_seed is None):
+        if opt is not None and (manifest.random_seed is None) != (session.random_seed is None):
             kinds = [
                 "torch" if seed is None else "keyed"
                 for seed in (session.random_seed, manifest.random_seed)
@@ -187,47 +307,52 @@ class _Prepared:
             raise ValueError(f"random: {kinds[0]!r}, the checkpoint has {kinds[1]!r}")
         self._check_names()
         self._tied = dict(manifest.tied) | session.local_model.tied_names()
-        self._dtypes = {
-            name: dtype
-            for stage in session.stages
-            for name, dtype in zip(
-                stage.weights.trainable, stage.weights.stepped_dtypes(), strict=True
-            )
-        }
-        self._oldest = self._find_oldest()
-        self._part = _part_of(manifest, session)
+        part = _part_of(manifest, session)
         self._weights = {stage.index: self._read_weights(stage) for stage in session.stages}
-        self._buffers = {stage.index: self._read_buffers(stage) for stage in session.stages}
+        self._buffers = {
+            stage.index: self._read_buffers(stage, part.replica) for stage in session.stages
+        }
         self._states = self._read_states() if opt is not None else {}
-        shared, schedulers, self._model_state, data, self._extra, self._generators = source.values(
-            manifest.optimizer,
-            manifest.schedulers,
-            manifest.model_state,
-            self._part.data,
-            self._part.extra,
-            self._part.generators,
-        )
-        self._shared = SavedOptimizers.of(shared) if opt is not None else None
-        if opt is not None and self._shared is not None:
-            opt.check_cut(self._shared)
-        asks_for_all = not is_alone or bool(beside.schedulers)
-        if asks_for_all and len(schedulers) != len(beside.schedulers):
-            raise ValueError(
-                f"schedulers: {len(beside.schedulers)}, the checkpoint has {len(schedulers)}"
+        self._shared, schedulers, self._model_state, data, self._extra, self._generators = (
+            source.values(
+                manifest.optimizer,
+                manifest.schedulers,
+                manifest.model_state,
+                part.data,
+                part.extra,
+                part.generators,
             )
-        self._schedulers, self._data = schedulers if asks_for_all else (), data
-        if (data is None) != (beside.data is None) and not (is_alone and beside.data is None):
+        )
+        if opt is not None:
+            opt.check_snapshot(self._shared)
+        # Whether each rank has generators of its own in the checkpoint.
+        replicas = {each.replica for each in manifest.ranks}
+        sizes = (session.control.size, session.grid.width)
+        self._sets_generators = generators and sizes == (len(manifest.ranks), len(replicas))
+        self._check_user_state(schedulers, data)
+        self._schedulers, self._data = schedulers, data
+
+    # ------------------------------------------------------------------ compare and read
+
+    def _check_user_state(self, schedulers: Sequence[Any], data: Any) -> None:
+        """Weights alone need nothing of the user's that was saved beside them."""
+        mine, is_alone = self._user_state, self._opt is None
+        is_left_out = is_alone and not mine.schedulers
+        if not is_left_out and len(schedulers) != len(mine.schedulers):
             raise ValueError(
-                f"data: {'None' if beside.data is None else 'given'}, the checkpoint was saved "
+                f"schedulers: {len(mine.schedulers)}, the checkpoint has {len(schedulers)}"
+            )
+        is_left_out = is_alone and mine.data is None
+        if not is_left_out and (data is None) != (mine.data is None):
+            raise ValueError(
+                f"data: {'None' if mine.data is None else 'given'}, the checkpoint was saved "
                 f"{'without' if data is None else 'with'} it"
             )
-        for name in beside.extra:
+        for name in mine.extra:
             if name not in self._extra and not name.startswith(OUR_EXTRA):
                 raise ValueError(
                     f"extra: {name!r} given, the checkpoint has {sorted(self._extra) or 'none'}"
                 )
-
-    # ------------------------------------------------------------------ compare and read
 
     def _check_names(self) -> None:
         """Without the optimizer others may be frozen: a value is all that is needed of a weight."""
@@ -243,156 +368,130 @@ class _Prepared:
                 f"the same; only here: {only_mine[:3]}, only there: {only_theirs[:3]}"
             )
 
-    def _find_oldest(self) -> dict[int, int]:
-        """The oldest version of each stage that is read again.
+    def _oldest(self, stage: LocalStage) -> int:
+        """The oldest version of a stage that is read again.
 
         That is the schedule's, or the oldest that the checkpoint has of the stage's parameters;
         where all stages have one delay, of all parameters.
         """
-        session, newest = self._session, self._source.manifest.batch
-        delays = session.schedule.delay
-        trained = set(self._source.manifest.trainable)
-        known: list[set[str]] = []
-        for age in range(1, max(delays) + 1):
-            known.append(set(self._source.places(older(age))))
+        source, schedule = self._source, self._session.schedule
+        newest, delay = source.manifest.batch, schedule.delay[stage.index]
+        trained = set(source.manifest.trainable)
+        names = trained
+        if not schedule.has_one_delay:
+            names = trained.intersection(self._saved_as(stage.weights.trainable).values())
+        kept = 0
+        while kept < delay and source.places(older(kept + 1)).keys() >= names:
+            kept += 1
+        if kept < min(delay, newest):
+            log.warning(
+                "checkpoint %s has %d older versions of stage %d, the schedule reads %d: its "
+                "delay begins anew",
+                source.name, kept, stage.weights.index_in_model, delay,
+            )  # fmt: skip
+        return newest - kept
 
-        def has(names: Iterable[str]) -> int:
-            wanted = {self._tied.get(name, name) for name in names}.intersection(trained)
-            found = 0
-            while found < len(known) and known[found] >= wanted:
-                found += 1
-            return found
-
-        of_all = has(self._source.manifest.trainable)
-        oldest = {}
-        for stage in session.stages:
-            delay = delays[stage.index]
-            kept = of_all if session.schedule.has_one_delay else has(stage.weights.trainable)
-            oldest[stage.index] = newest - min(delay, kept)
-            if kept < min(delay, newest):
-                log.warning(
-                    "checkpoint %s has %d older versions of stage %d, the schedule reads %d: its "
-                    "delay begins anew",
-                    self._source.name, kept, stage.weights.index_in_model, delay,
-                )  # fmt: skip
-        return oldest
+    def _saved_as(self, names: Iterable[str]) -> dict[str, str]:
+        """The names of this process's parameters, with those under which they were saved."""
+        return {name: self._tied.get(name, name) for name in names}
 
     def _read_weights(self, stage: LocalStage) -> dict[int, dict[str, torch.Tensor]]:
         """The values of the stage's parameters, by version; frozen ones are in the newest."""
         weights, source = stage.weights, self._source
-        newest, oldest = source.manifest.batch, self._oldest[stage.index]
-        versions = {newest: self._read(MODEL, weights.in_root, widening=True)}
+        newest = source.manifest.batch
+        stepped = zip(weights.trainable, weights.stepped_dtypes(), strict=True)
+        dtypes = {name: p.dtype for name, p in weights.in_root.items()} | dict(stepped)
+
+        def fits(name: str, saved: torch.dtype) -> None:
+            if torch.promote_types(saved, dtypes[name]) != dtypes[name]:
+                raise ValueError(
+                    f"{name}: {dtypes[name]}, the checkpoint has {saved}, which it cannot hold"
+                )
+
+        saved_as = self._saved_as(weights.in_root)
+        whole = self._read(source.places(MODEL), saved_as, weights.in_root, fits)
+        versions = {newest: whole}
         trained = set(source.manifest.trainable)
-        stepped = {n: p for n, p in weights.trainable.items() if self._tied.get(n, n) in trained}
-        for version in range(oldest, newest):
-            read = self._read(older(newest - version), stepped, widening=False)
-            versions[version] = {**versions[newest], **read}  # frozen ones had the same value
+        older_too = {n: s for n, s in self._saved_as(weights.trainable).items() if s in trained}
+        for version in range(self._oldest(stage), newest):
+            places = source.places(older(newest - version))
+            read = self._read(places, older_too, weights.trainable, lambda *_: None)
+            versions[version] = {**whole, **read}  # frozen ones had the same value
         return versions
 
+    def _read_buffers(self, stage: LocalStage, replica: int) -> dict[str, torch.Tensor]:
+        source = self._source
+        ranks = [part.rank for part in source.manifest.ranks if part.replica == replica]
+        places = source.places(RANK, ranks)
+        buffers = stage.weights.named_buffers()
+        own, first = buffer_prefix(self._session.grid.pipeline(stage.index)), buffer_prefix(0)
+        saved_as = {n: own + n if own + n in places else first + n for n in buffers}
+
+        def fits(name: str, saved: torch.dtype) -> None:
+            if saved != buffers[name].dtype:
+                raise ValueError(
+                    f"buffer {name}: {buffers[name].dtype}, the checkpoint has {saved}: they must "
+                    "be equal"
+                )
+
+        return self._read(places, saved_as, buffers, fits)
+
     def _read(
-        self, kind: str, parameters: Mapping[str, nn.Parameter], *, widening: bool
+        self,
+        places: Mapping[str, str],
+        saved_as: Mapping[str, str],
+        here: Mapping[str, torch.Tensor],
+        fits: Callable[[str, torch.dtype], None],
     ) -> dict[str, torch.Tensor]:
-        """Reads parameters' values.
+        """Reads values of parameters or buffers.
 
         Args:
-            widening: whether the parameter's dtype has to hold what was saved.
+            places: files, by the tensors' names there.
+            saved_as: these, by the names here.
+            here: by name, what has the shape.
+            fits: raises ValueError if what has this name cannot take the dtype.
         """
         source = self._source
-        places = source.places(kind)
-        wanted = {name: self._tied.get(name, name) for name in parameters}
-        for name, saved_as in wanted.items():
-            if saved_as not in places:
+        for name, saved in saved_as.items():
+            if saved not in places:
                 raise ValueError(f"{name}: the checkpoint {source.name} does not have it")
-            entry = source.entry(saved_as, places[saved_as])
-            parameter = parameters[name]
-            if entry.shape != tuple(parameter.shape):
+            entry = source.entry(saved, places[saved])
+            if entry.shape != tuple(here[name].shape):
                 raise ValueError(
-                    f"{name}: shape {list(parameter.shape)}, the checkpoint has "
+                    f"{name}: shape {list(here[name].shape)}, the checkpoint has "
                     f"{list(entry.shape)}: they must be equal"
                 )
-            master = self._dtypes.get(name, parameter.dtype)
-            if widening and torch.promote_types(entry.dtype, master) != master:
-                raise ValueError(
-                    f"{name}: {master}, the checkpoint has {entry.dtype}, which it cannot hold"
-                )
-        read = source.read({saved_as: places[saved_as] for saved_as in wanted.values()})
-        return {name: read[saved_as] for name, saved_as in wanted.items()}
-
-    def _read_buffers(self, stage: LocalStage) -> dict[str, torch.Tensor]:
-        source, replica = self._source, self._part.replica
-        ranks = [part.rank for part in source.manifest.ranks if part.replica == replica]
-        places = source.places("rank", ranks)
-        pipeline = self._session.grid.pipeline(stage.index)
-        wanted: dict[str, str] = {}
-        for name, buffer in stage.weights.named_buffers().items():
-            saved_as = next(
-                (
-                    p + name
-                    for p in (buffer_prefix(pipeline), buffer_prefix(0))
-                    if p + name in places
-                ),
-                None,
-            )
-            if saved_as is None:
-                raise ValueError(f"buffer {name}: the checkpoint {source.name} does not have it")
-            entry = source.entry(saved_as, places[saved_as])
-            if (entry.shape, entry.dtype) != (tuple(buffer.shape), buffer.dtype):
-                raise ValueError(
-                    f"buffer {name}: {list(buffer.shape)} of {buffer.dtype}, the checkpoint has "
-                    f"{list(entry.shape)} of {entry.dtype}: they must be equal"
-                )
-            wanted[name] = saved_as
-        read = source.read({saved_as: places[saved_as] for saved_as in wanted.values()})
-        return {name: read[saved_as] for name, saved_as in wanted.items()}
+            fits(name, entry.dtype)
+        read = source.read({saved: places[saved] for saved in saved_as.values()})
+        return {name: read[saved] for name, saved in saved_as.items()}
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         """What optimizers keep of this process's parameters, by name."""
-        source = self._source
-        mine = {name for stage in self._session.stages for name in stage.weights.trainable}
-        saved_as = {self._tied.get(name, name) for name in mine}
-        places = source.places(OPTIMIZER)
-        names = [name for name in places if name.rpartition("/")[0] in saved_as]
-        read = source.read({name: places[name] for name in names})
-        states: dict[str, dict[str, Any]] = {name: {} for name in saved_as}
-        for name in names:
-            parameter, _, key = name.rpartition("/")
-            states[parameter][key] = read[name]
-        (numbers,) = source.values(source.manifest.numbers)
-        for name in saved_as.intersection(numbers):
-            states[name].update(numbers[name])
-        return {name: states[self._tied.get(name, name)] for name in mine}
+        mine = self._saved_as(n for stage in self._session.stages for n in stage.weights.trainable)
+        states = self._source.states(set(mine.values()))
+        return {name: states.get(saved, {}) for name, saved in mine.items()}
 
     # ------------------------------------------------------------------ load
 
-    def restore(self, restored: _Restored, *, generators: bool) -> None:
+    def restore(self, undo: contextlib.ExitStack) -> None:
         """Gives the user's objects their states; the pipeline is as it was."""
-        beside = self._beside
+        mine = self._user_state
         objects: list[tuple[str, Any, Any]] = [
-            (f"schedulers: number {number}", scheduler, state)
-            for number, (scheduler, state) in enumerate(
-                zip(beside.schedulers, self._schedulers, strict=True)
-            )
+            (f"schedulers: number {number}", *each)
+            for number, each in enumerate(zip(mine.schedulers, self._schedulers, strict=False))
         ]
-        if beside.data is not None:
-            objects.append(("data", beside.data, self._data))
-        for name, value in beside.extra.items():
+        if mine.data is not None:
+            objects.append(("data", mine.data, self._data))
+        for name, value in mine.extra.items():
             if is_stateful(value) and name in self._extra:
                 objects.append((f"extra: {name!r}", value, self._extra[name]))
         for name, owner, state in objects:
-            restored.restore(
-                f"{name}, {type(owner).__name__}", state, owner.load_state_dict, owner.state_dict
-            )
-        if self._sets(generators):
-            restored.restore("generators", self._generators, set_generators, generator_states)
+            what = f"{name}, {type(owner).__name__}"
+            _restore(undo, what, state, owner.load_state_dict, owner.state_dict)
+        if self._sets_generators:
+            _restore(undo, "generators", self._generators, set_generators, generator_states)
 
-    def _sets(self, generators: bool) -> bool:
-        """Whether each rank has generators of its own in the checkpoint."""
-        parts, grid = self._source.manifest.ranks, self._session.grid
-        replicas = {part.replica for part in parts}
-        sizes = (self._session.control.size, grid.width)
-        return generators and sizes == (len(parts), len(replicas))
-
-    def load(self, *, generators: bool) -> dict[str, Any]:
+    def load(self) -> dict[str, Any]:
         """Changes the pipeline and its optimizer; gives the values of extra."""
         session, manifest = self._session, self._source.manifest
         for stage in session.stages:
@@ -409,14 +508,14 @@ class _Prepared:
             random_seed=manifest.random_seed,
         )
         session.weights_loaded()
-        if self._opt is not None and self._shared is not None:
-            self._opt.load_cut(self._shared, self._states)
-        if self._sets(generators):  # again: a module's set_extra_state may have drawn
+        if self._opt is not None:
+            self._opt.load_snapshot(self._shared, self._states)
+        if self._sets_generators:  # again: a module's set_extra_state may have drawn
             set_generators(self._generators)
         return {
             name: value
             for name, value in self._extra.items()
-            if not is_stateful(self._beside.extra.get(name)) and not name.startswith(OUR_EXTRA)
+            if not is_stateful(self._user_state.extra.get(name)) and not name.startswith(OUR_EXTRA)
         }
 
 

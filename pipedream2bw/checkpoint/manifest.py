@@ -12,28 +12,7 @@ from typing import Any, ClassVar
 from ..errors import DamagedCheckpoint
 from ..json_document import Document, parse_document
 from .folder import MANIFEST, Folder, step_of
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedFile:
-    """A file of tensors.
-
-    Attributes:
-        kind: what is in it: ``model``, ``older-1`` (the weights one version before), ...,
-            ``optimizer``, ``rank``.
-        rank: the process that wrote it.
-        size: in bytes.
-        data_size: that of its tensors alone.
-        header_sum: CRC-32 of its header, length included; all other bytes are in a tensor's.
-        tensors: CRC-32 of each tensor's bytes.
-    """
-
-    kind: str
-    rank: int
-    size: int
-    data_size: int
-    header_sum: int
-    tensors: Mapping[str, int]
+from .tensor_file import SavedFile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,10 +149,10 @@ def read_manifest(folder: Folder, name: str) -> Manifest:
     if found.batch != step:
         raise DamagedCheckpoint(f"{where}: batch {found.batch}, it must be {step}")
     num_ranks = found.settings.num_ranks if found.settings is not None else 0
-    given = sorted(part.rank for part in found.ranks)
-    if len(given) != num_ranks or given != list(range(len(given))):
-        ranks = ", ".join(map(str, given))
-        raise DamagedCheckpoint(f"{where}: parts of the ranks {ranks}, there must be {num_ranks}")
+    ranks = sorted(part.rank for part in found.ranks)
+    if len(ranks) != num_ranks or ranks != list(range(len(ranks))):
+        shown = ", ".join(map(str, ranks))
+        raise DamagedCheckpoint(f"{where}: parts of the ranks {shown}, there must be {num_ranks}")
     for file_name in found.files:
         if not re.fullmatch(r"[\w.-]+", file_name):
             raise DamagedCheckpoint(

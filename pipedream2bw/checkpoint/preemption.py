@@ -36,6 +36,7 @@ class Signals:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.received = 0
+        self._process = os.getpid()
         self._before: dict[signal.Signals, object] = {}
         names = [names] if isinstance(names, str) else list(names)
         for name in names:
@@ -53,9 +54,11 @@ class Signals:
             return
         for number in dict.fromkeys(self._numbers):
             self._before[number] = signal.signal(number, self._notice)
-        _noticing.append(self)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked child, as a DataLoader's workers are: it ends
+            self.restore()
+            signal.raise_signal(number)
         self.received = self.received or number
 
     def restore(self) -> int:
@@ -65,23 +68,11 @@ class Signals:
                 if signal.getsignal(number) == self._notice:
                     signal.signal(number, before or signal.SIG_DFL)  # type: ignore[arg-type]
         self._before.clear()
-        if self in _noticing:
-            _noticing.remove(self)
         received, self.received = self.received, 0
         return received
 
 
 _KNOWN = [name for name in signal.Signals.__members__ if name not in ("SIGKILL", "SIGSTOP")]
-_noticing: list[Signals] = []
-
-
-def _restore_in_child() -> None:
-    """Lets children that are forked, a ``DataLoader``'s workers, end when they are told to."""
-    for signals in reversed(_noticing.copy()):
-        signals.restore()
-
-
-os.register_at_fork(after_in_child=_restore_in_child)
 
 
 def ignore_in_worker(worker: int = 0) -> None:

@@ -70,9 +70,9 @@ class ResumableSampler(Sampler[list[int]]):
         if num_microbatches is not None:
             parts = check_microbatches_of_replicas(num_microbatches, width)
         if batch % sum(parts):
-            given = f"num_microbatches: {list(parts)}" if num_microbatches else f"width: {width}"
+            divided = f"num_microbatches: {list(parts)}" if num_microbatches else f"width: {width}"
             raise ValueError(
-                f"batch: {batch}, {given}: the batch must be a multiple of {sum(parts)}"
+                f"batch: {batch}, {divided}: the batch must be a multiple of {sum(parts)}"
             )
         self.length = length
         self.batch = batch

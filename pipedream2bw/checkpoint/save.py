@@ -9,25 +9,23 @@ import secrets
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import torch
 
 from ..accelerator import module_in_use, module_of
-from ..optimizer.cut import OptimizerCut
 from ..optimizer.optimizer import PipelineOptimizer
+from ..optimizer.state_by_name import OptimizerSnapshot
 from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Announcement, Operation
-from ..runtime.extension import Extension
 from ..runtime.session import Session
-from .copies import HostMemory
-from .cut import begin_cut
 from .encoding import encode
 from .folder import Folder, name_of
 from .manifest import Manifest, RankPart, SavedSettings
-from .saving import Head, Saving, Writer
+from .saving import Saving
+from .snapshot import RANK, HostMemory, begin_snapshot
 from .tensor_file import check_saveable
+from .writing import Writer
 
 OUR_EXTRA = "pipedream2bw."
 """Begins names in ``extra`` that are not the user's."""
@@ -42,7 +40,7 @@ class Stateful(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Beside:
+class UserState:
     """What is saved beside the pipeline and its optimizer.
 
     Attributes:
@@ -108,14 +106,11 @@ def save(
         ValueError, TypeError: the batch waits for its ``opt.step()``; something cannot be saved; on
             every rank. What goes wrong later is told by the :class:`Saving`.
     """
-    saver = Saver(path, pipe, opt, Beside(data=data, schedulers=schedulers, extra=extra or {}))
-    return saver.save(all_versions=_all_of(versions))
-
-
-def _all_of(versions: str) -> bool:
+    user_state = UserState(data=data, schedulers=schedulers, extra=extra or {})
+    saver = Saver(path, pipe, opt, user_state)
     if versions not in ("all", "newest"):
         raise ValueError(f"versions: {versions!r}, it must be 'all' or 'newest'")
-    return versions == "all"
+    return saver.save(all_versions=versions == "all")
 
 
 class Saver:
@@ -132,11 +127,11 @@ class Saver:
         path: str | os.PathLike[str],
         pipe: PipelineModule,
         opt: PipelineOptimizer | None,
-        beside: Beside,
+        user_state: UserState,
     ) -> None:
         self.session: Session = pipe.session
         self._opt = opt
-        self._beside = beside
+        self._user_state = user_state
         self.session.ending.check_open()
         self.folder: Folder = self.session.together(lambda: self._open(path))
         num_groups = 0 if opt is None else len(opt.param_groups)
@@ -150,7 +145,7 @@ class Saver:
         self._memory: list[HostMemory] = []  # that is free
 
     def _open(self, path: str | os.PathLike[str]) -> Folder:
-        self._beside.check()
+        self._user_state.check()
         if self.session.grid.num_shards > 1:
             raise ValueError(
                 f"save: 'tp' of the mesh: {self.session.grid.num_shards}, it must be 1: parameters "
@@ -167,7 +162,7 @@ class Saver:
 
     def check(self) -> None:
         """Raises TypeError or ValueError, on every rank, if something cannot be saved."""
-        self.session.together(self._head)
+        self.session.together(self._known_now)
 
     def save(self, *, all_versions: bool = True, then: Callable[[], None] = lambda: None) -> Saving:
         """Begins to save; see :func:`save`.
@@ -178,33 +173,32 @@ class Saver:
         """
         session = self.session
         session.ending.check_open()
-        head: Head | None = None
-        optimizer: OptimizerCut | None = None
+        optimizer: OptimizerSnapshot | None = None
+        known: list[tuple[Manifest, RankPart, dict[str, torch.Tensor]]] = []
 
         def local() -> Announcement:
-            nonlocal head, optimizer
+            nonlocal optimizer
             session.accumulation.check_between_batches("save")
-            optimizer = None if self._opt is None else self._opt.cut()
-            head = self._head()
+            optimizer = None if self._opt is None else self._opt.snapshot()
+            known.append(self._known_now())
             return Announcement()
 
         with session.ending.failing_closes():
             session.agree(Operation.save, session.accumulation.num_updates, local)
-        assert head is not None
+        manifest, own, tensors = known[-1]
         self._num_saves += 1
         memory = self._memory.pop() if self._memory else HostMemory()
-        cut = begin_cut(
+        name = name_of(manifest.batch, manifest.nonce)
+        saving = Saving(session, self.folder, name)
+        snapshot = begin_snapshot(
             session,
             optimizer,
             memory,
+            saving.done,
             all_versions=all_versions,
             in_model=self._persistent if session.grid.replica == 0 else (),
         )
-        saving = Saving(session, self.folder, name_of(cut.batch, head.manifest.nonce))
-        if any(stage.weights.frozen for stage in session.stages):
-            reading = FrozenWeightsRead(saving.done)
-            session.extensions.add(reading)
-            saving.done.add_done_callback(reading.ended)  # and is kept until then
+        snapshot.add(RANK, tensors)
         # Nothing that the thread holds refers to the pipeline: it would not end when it is dropped.
         free = self._memory
         saving.done.add_done_callback(lambda _: free.append(memory))
@@ -217,9 +211,11 @@ class Saver:
             return fault.raised or ((alive := ending()) is not None and alive.has_failed)
 
         Writer(
-            self.folder,
-            cut,
-            head,
+            folder=self.folder,
+            name=name,
+            snapshot=snapshot,
+            manifest=manifest,
+            own=own,
             num_ranks=session.control.size,
             is_ended=is_ended,
             has_failed=has_failed,
@@ -228,80 +224,54 @@ class Saver:
         ).start(saving)
         return saving
 
-    def _head(self) -> Head:
-        session, beside = self.session, self._beside
-        rank = session.grid.rank
-        kept: dict[str, torch.Tensor] = {}
+    def _known_now(self) -> tuple[Manifest, RankPart, dict[str, torch.Tensor]]:
+        """What every rank knows of the checkpoint, what is this rank's own, and its tensors."""
+        session, user_state = self.session, self._user_state
+        schedule, grid = session.schedule, session.grid
+        rank = grid.rank
+        tensors: dict[str, torch.Tensor] = {}
+
+        def encoded(value: Any, name: str) -> Any:
+            return encode(value, f"rank{rank}/{name}", tensors)
+
         own = RankPart(
             rank=rank,
-            replica=session.grid.replica,
-            data=encode(_state_of(beside.data), f"rank{rank}/data", kept),
-            extra=encode(
-                {name: _state_of(value) for name, value in beside.extra.items()},
-                f"rank{rank}/extra",
-                kept,
-            ),
-            generators=encode(generator_states(), f"rank{rank}/generators", kept),
+            replica=grid.replica,
+            data=encoded(_state_of(user_state.data), "data"),
+            extra=encoded({n: _state_of(v) for n, v in user_state.extra.items()}, "extra"),
+            generators=encoded(generator_states(), "generators"),
         )
-        schedulers = [_state_of(scheduler) for scheduler in beside.schedulers]
-        shared = kept if rank == 0 else {}
-        head_schedulers = encode(schedulers, "schedulers", shared)
-        # Their owners go on changing them.
-        tensors = {name: t.detach().to("cpu", copy=True) for name, t in kept.items()}
         manifest = Manifest(
             nonce=f"{self._run}{self._num_saves:04d}",
             batch=session.accumulation.num_updates,
             train_steps=session.num_train_steps,
             random_seed=session.random_seed,
-            settings=settings_of(session),
+            settings=SavedSettings(
+                schedule=schedule.name,
+                delays=tuple(schedule.delay),
+                num_stages=schedule.depth,
+                num_ranks=session.control.size,
+                width=grid.width,
+                num_microbatches=session.stages.options.microbatches_of_replicas
+                or schedule.total_microbatches,
+                precision=str(session.stages.options.precision.dtype),
+                torch=torch.__version__,
+            ),
             trainable=session.local_model.trainable_names(),
             tied=session.local_model.tied_names(),
-            schedulers=head_schedulers,
+            schedulers=encode(
+                [_state_of(scheduler) for scheduler in user_state.schedulers],
+                "schedulers",
+                tensors if rank == 0 else {},
+            ),
         )
-        return Head(manifest=manifest, own=own, tensors=tensors)
-
-
-class FrozenWeightsRead(Extension):
-    """A save under way reads frozen weights where they are: they must not change until it is done.
-
-    Args:
-        done: when the save is.
-    """
-
-    def __init__(self, done: Future[None]) -> None:
-        self._until: list[Future[None]] = [done]
-
-    def ended(self, done: Future[None]) -> None:
-        """They may change."""
-        self._until.clear()
-
-    def before_load(self, seconds: float) -> None:
-        """Waits until they may change; TimeoutError if the save takes longer."""
-        if wait(self._until, seconds).not_done:
-            raise TimeoutError(
-                f"load: a save under way has not ended within {seconds:g} s: it reads frozen "
-                "weights, which must not change until then"
-            )
+        # Their owners go on changing them.
+        copies = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
+        return manifest, own, copies
 
 
 def _state_of(value: Any) -> Any:
     return value.state_dict() if is_stateful(value) else value
-
-
-def settings_of(session: Session) -> SavedSettings:
-    """How a pipeline was made."""
-    schedule, grid = session.schedule, session.grid
-    return SavedSettings(
-        schedule=schedule.name,
-        delays=tuple(schedule.delay),
-        num_stages=schedule.depth,
-        num_ranks=session.control.size,
-        width=grid.width,
-        num_microbatches=session.stages.options.microbatches_of_replicas
-        or schedule.total_microbatches,
-        precision=str(session.stages.options.precision.dtype),
-        torch=torch.__version__,
-    )
 
 
 def generator_states() -> dict[str, Any]:

@@ -1,39 +1,26 @@
-"""Writes a checkpoint in a thread of each process, while training goes on."""
+"""The saves of a run that have not ended, and what became of those before."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import dataclasses
-import json
-import logging
 import math
-import os
-import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from typing import Any
-
-import torch
 
 from ..checks import check_number
-from ..json_document import Field
+from ..errors import StageError
 from ..ranks.agreement import Announcement, Operation
 from ..runtime.session import Session
-from .commit import clean, commit, failed_name, is_whole, part_name
-from .copies import wait_for
-from .cut import Cut
-from .encoding import encode
-from .folder import Folder, name_of, step_of
-from .manifest import Manifest, RankPart, SavedFile
-from .tensor_file import TENSORS, write_tensors
-from .waiting import Waiting, done_by
+from .folder import Folder, step_of
+from .frequency import Frequency
+from .waiting import done_by, wait_together
 
-log = logging.getLogger("pipedream2bw")
-
-_AT_EXIT_SECONDS = 20.0
+_MOST_FAILURES = 3
+_MOST_LATE = 2
+_SIGN_SECONDS = 0.5
+"""After which a rank that waits shows the others that it lives."""
 
 
 class Saving:
@@ -91,284 +78,145 @@ class Saving:
         return TimeoutError(f"{self._folder}: checkpoint {self.step} took more than {seconds:g} s")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Head:
-    """What is known when a save begins.
+@dataclasses.dataclass(eq=False)
+class _UnderWay:
+    """A save, and how many train_steps there had been before.
 
     Attributes:
-        manifest: what every rank knows of it.
-        own: this rank's part.
-        tensors: those of the user's state that this rank writes.
+        copied: when everything was seen to be copied: no batch has to come for it any more.
+        saw_evaluation: whether there was one since it began.
     """
 
-    manifest: Manifest
-    own: RankPart
-    tensors: Mapping[str, torch.Tensor]
+    saving: Saving
+    train_steps: int
+    copied: float = math.inf
+    saw_evaluation: bool = False
 
 
-class Writer:
-    """Writes a process's part of a checkpoint; one thread for each.
+class SavesUnderWay:
+    """Waits for a run's saves, warns of those that fail, and counts these.
 
     Args:
-        is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
-        has_failed: says whether it has by a failure, so that other ranks may have ended, too.
-        num_ranks: that save.
-        timeout: seconds that a rank waits for the others' parts.
-        then: called on rank 0 when the checkpoint is whole; must not raise.
+        path: of the run's folder, for errors.
+        frequency: is told what a save took.
     """
 
-    def __init__(
-        self,
-        folder: Folder,
-        cut: Cut,
-        head: Head,
-        *,
-        num_ranks: int,
-        is_ended: Callable[[], bool],
-        has_failed: Callable[[], bool],
-        timeout: float,
-        then: Callable[[], None],
-    ) -> None:
-        self._folder = folder
-        self._cut = cut
-        self._head = head
-        self._num_ranks = num_ranks
-        self._is_ended = is_ended
-        self._has_failed = has_failed
-        self._timeout = timeout
-        self._then = then
-        self._name = name_of(cut.batch, head.manifest.nonce)
-        self._written: list[str] = []  # files of tensors
+    def __init__(self, session: Session, path: str, frequency: Frequency) -> None:
+        self._session = session
+        self._path = path
+        self._frequency = frequency
+        self._all: list[_UnderWay] = []
+        # Which took too long and count as failed; a file system that hangs holds them and a copy
+        # of the state each.
+        self._late: list[Saving] = []
+        self._failures = 0  # in a row
+        self._last_failure = ""
 
-    def start(self, saving: Saving) -> None:
-        """Begins, in a thread that does not keep the program from ending."""
-        name = f"pipedream2bw: checkpoint {saving.step}"
-        thread = threading.Thread(target=self._run, args=(saving,), name=name, daemon=True)
-        # A thread drops its entry here after join() has returned, perhaps while the interpreter
-        # ends: freeing tensors then would abort the process. What it runs is dropped before.
-        this = weakref.ref(self)
-        _ends_soon[thread] = lambda: (writer := this()) is None or writer.ends_soon()
-        thread.start()
+    @property
+    def savings(self) -> tuple[Saving, ...]:
+        """The saves that this process knows not to have ended, oldest first."""
+        return tuple(each.saving for each in self._all)
 
-    def ends_soon(self) -> bool:
-        """Says whether the writer has what it writes, or knows that it never will."""
-        return self._cut.copied.done() or self._is_ended()
+    def add(self, saving: Saving) -> None:
+        self._all.append(_UnderWay(saving, self._session.num_train_steps))
 
-    def _run(self, saving: Saving) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # training comes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        begin = time.monotonic()
+    def see_evaluation(self) -> None:
+        """Copies may wait for it."""
+        for each in self._all:
+            each.saw_evaluation = True
 
-        def took(part: str) -> None:
-            nonlocal begin
-            now = time.monotonic()
-            saving.seconds[part], begin = now - begin, now
+    def check(self) -> Announcement:
+        """Whether this rank may begin another.
 
-        try:
-            self._wait_for_copies()
-            took("snapshot")
-            saving.snapshot.set_result(None)
-            try:
-                if self._head.own.rank == 0:
-                    clean(self._folder, self._timeout, but=self._name)
-                self._folder.make(self._name)
-                self._write_json(part_name(self._head.own.rank), self._part())
-                took("write")
-                if self._head.own.rank == 0:
-                    manifest = _put_together(self._head.manifest, self._gather())
-                    commit(self._folder, self._name, manifest)
-            except BaseException as error:
-                if not is_whole(self._folder, self._name):  # else it failed afterwards
-                    self._give_up(f"{type(error).__name__}: {error}")
-                raise
-            if self._head.own.rank != 0:
-                self._wait_for_commit()
-            took("commit")
-            if self._head.own.rank == 0:
-                self._then()
-            saving.done.set_result(None)
-        except BaseException as error:
-            self._cut.tensors.clear()  # the error's traceback refers to them
-            if self._is_ended():  # nobody looks any more
-                log.warning("checkpoint %d was not saved: %s", saving.step, str(error))
-            for future in (saving.snapshot, saving.done):
-                if not future.done():
-                    future.set_exception(error)
+        Raises:
+            OSError: too many in a row have failed.
+            TimeoutError: too many are held by the file system.
+        """
+        if self._failures >= _MOST_FAILURES:
+            raise OSError(
+                f"{self._path}: {self._failures} checkpoints in a row could not be saved: "
+                f"{self._last_failure}"
+            )
+        self._late = [saving for saving in self._late if not saving.done.done()]
+        if len(self._late) >= _MOST_LATE:
+            steps = ", ".join(str(saving.step) for saving in self._late)
+            raise TimeoutError(f"{self._path}: checkpoints {steps} are still being written")
+        return Announcement()
 
-    def _give_up(self, error: str) -> None:
-        """Makes room, and lets the other ranks know; the next save removes the folder."""
-        rank = self._head.own.rank
-        is_listed = self._told_by(rank, {part_name(rank)}) is not None
-        if rank == 0 or not is_listed:  # else rank 0 may make a checkpoint of the files
-            self._make_room()
-        try:
-            self._write_json(failed_name(rank), {"error": error})
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._folder.write_nothing(self._name, failed_name(rank, has_room=False))
+    def count_anew(self) -> None:
+        self._failures = 0
 
-    def _make_room(self) -> None:
-        for file_name in self._written:
-            with contextlib.suppress(OSError):
-                self._folder.remove(self._name, file_name)
+    def wait_together(self, *, needs_no_batch: bool = False) -> None:
+        """Waits until they have ended or take too long. Every rank calls it.
 
-    def _told_by(self, rank: int, names: Collection[str]) -> dict[str, Any] | None:
-        """A rank's part, or what failed there; None as long as neither is there as a whole.
+        All agree now and then: so the time for one that is stopped begins at once, not after the
+        time for its save.
 
         Args:
-            names: of the files that are there.
+            needs_no_batch: leaves out those that may need a further batch.
         """
-        for file_name in (failed_name(rank), part_name(rank)):
-            if file_name in names:
-                with contextlib.suppress(OSError, ValueError):
-                    told: dict[str, Any] = json.loads(self._folder.read(self._name, file_name))
-                    return told
-        if failed_name(rank, has_room=False) in names:
-            return {"error": "there was no room to say why"}
-        return None
-
-    def _wait_for_copies(self) -> None:
-        while not self._cut.copied.done():
-            with contextlib.suppress(TimeoutError):
-                self._cut.copied.exception(timeout=0.1)
-            if self._is_ended() and not self._cut.copied.done():
-                raise RuntimeError(f"the pipeline ended before batch {self._cut.batch} was copied")
-        self._cut.copied.result()
-        wait_for(self._cut.under_way)
-
-    # ------------------------------------------------------------------ this rank's part
-
-    def _part(self) -> dict[str, Any]:
-        """Writes this rank's files; gives its part of the manifest."""
-        cut, head, rank = self._cut, self._head, self._head.own.rank
-        if cut.refused is not None:
-            raise cut.refused
-        tensors = {kind: dict(of_kind) for kind, of_kind in cut.tensors.items()}
-        tensors.setdefault("rank", {}).update(head.tensors)
-        optimizer = encode(
-            None if cut.shared is None else cut.shared.document(),
-            f"rank{rank}/optimizer",
-            tensors["rank"],
+        wait_together(
+            self._session, Operation.wait_for_saves, lambda: self._have_ended(needs_no_batch)
         )
-        numbers = encode(cut.numbers, f"rank{rank}/numbers", tensors["rank"])
-        files = {}
-        for kind, of_kind in sorted(tensors.items()):
-            if of_kind:
-                file_name = f"{kind}-{rank + 1:05d}-of-{self._num_ranks:05d}{TENSORS}"
-                self._written.append(file_name)
-                # Stages copy in any order; what is larger is first, so that all are aligned.
-                ordered = sorted(of_kind.items(), key=lambda kv: (-kv[1].element_size(), kv[0]))
-                with self._folder.writing(self._name, file_name) as file:
-                    written = write_tensors(file, dict(ordered))
-                files[file_name] = SavedFile(kind=kind, rank=rank, **written._asdict())
-        return {
-            "own": dataclasses.asdict(head.own),
-            "model_state": cut.model_state,
-            "optimizer": optimizer,
-            "numbers": numbers,
-            "files": {key: dataclasses.asdict(file) for key, file in files.items()},
-        }
 
-    def _write_json(self, file_name: str, value: Any) -> None:
-        self._folder.write(self._name, file_name, data=json.dumps(value).encode())
+    def wait_alone(self) -> None:
+        """Waits until they have ended or take too long, on this rank alone."""
+        while not self._have_ended():
+            pass
 
-    # ------------------------------------------------------------------ all parts
+    def _have_ended(self, needs_no_batch: bool = False) -> bool:
+        """Waits for a while; says whether all have ended, or take too long."""
+        session = self._session
+        end = time.monotonic() + _SIGN_SECONDS
+        behind = session.schedule.most_batches_behind if needs_no_batch else 0
 
-    def _gather(self) -> list[Field]:
-        """All ranks' parts, when they are there. Rank 0 alone."""
-        missing = set(range(self._num_ranks))
-        parts: dict[int, Field] = {}
-        waiting = self._waiting()
-        while missing:
-            names = self._folder.names(self._name)
-            for rank in sorted(missing):
-                part = self._told_by(rank, names)
-                if part is not None and "error" in part:
-                    raise OSError(f"rank {rank} could not write its part: {part['error']}")
-                if part is not None:
-                    parts[rank] = Field(part, part_name(rank))
-            missing -= parts.keys()
-            if missing:
-                absent = ", ".join(map(str, sorted(missing)))
-                waiting.look(f"the parts of ranks {absent} did not appear in {self._name}")
-        return [parts[rank] for rank in sorted(parts)]
+        def is_discarded() -> bool:
+            return session.ending.is_open and session.control.discards.first is not None
 
-    def _waiting(self) -> Waiting:
-        return Waiting(self._timeout, self._has_failed, lambda: self._folder.bytes_in(self._name))
+        for each in list(self._all):
+            if session.num_train_steps - each.train_steps < behind:
+                continue
+            each.copied = min(each.copied, time.monotonic())
+            done_by(each.saving.done, min(self._last(each), end), is_discarded)
+            # A save may wait for a batch that is discarded; the next agreement ends both.
+            if not self._end(each) and not is_discarded():
+                return False
+        return True
 
-    def _wait_for_commit(self) -> None:
-        waiting, step = self._waiting(), self._cut.batch
-        while not is_whole(self._folder, self._name):
-            told = None
-            with contextlib.suppress(OSError):
-                names = self._folder.names(self._name)
-                told = self._told_by(0, names) if names else {"error": "its folder is gone"}
-            if told is not None and "error" in told:
-                self._make_room()
-                raise OSError(f"rank 0 could not complete checkpoint {step}: {told['error']}")
-            waiting.look(f"rank 0 did not complete checkpoint {step}")
+    def look(self) -> None:
+        """Looks which have ended, without waiting."""
+        for each in list(self._all):
+            if each.saving.snapshot.done():  # no batch has to come: it is being written
+                each.copied = min(each.copied, time.monotonic())
+            self._end(each)
 
+    def _last(self, each: _UnderWay) -> float:
+        return each.copied + self._session.control.timeout
 
-_ends_soon: weakref.WeakKeyDictionary[threading.Thread, Callable[[], bool]] = (
-    weakref.WeakKeyDictionary()
-)
-"""The threads that write, and whether each has what it writes, or knows that it never will."""
+    def _end(self, each: _UnderWay) -> bool:
+        """Says whether one has ended or takes too long; then it is under way no more."""
+        saving = each.saving
+        if saving.done.done():
+            error = saving.done.exception()
+        elif time.monotonic() >= self._last(each):
+            error = saving.too_long()
+            self._late.append(saving)
+        else:
+            return False
+        self._all.remove(each)
+        if error is not None:
+            self.failed(saving.step, error)
+            return True
+        self._failures = 0
+        seconds = dict(saving.seconds)
+        if each.saw_evaluation:  # for which the copies may have waited
+            del seconds["snapshot"]
+        self._frequency.save_ended(sum(seconds.values()))
+        return True
 
-
-@atexit.register
-def _finish_writing() -> None:
-    """Lets the threads end before the interpreter does, which would end them inside torch's code.
-
-    That would abort the process: C++ functions are left that must not be left so.
-    """
-    end = time.monotonic() + _AT_EXIT_SECONDS
-    for thread, ends_soon in list(_ends_soon.items()):
-        thread.join(max(0.0, end - time.monotonic()) if ends_soon() else 0)
-        if thread.is_alive():
-            log.warning("%s was not saved: the program ended first", thread.name)
-
-
-def _put_together(manifest: Manifest, parts: list[Field]) -> Manifest:
-    files: dict[str, SavedFile] = {}
-    numbers: dict[str, Any] = {}
-    model_state: dict[str, Any] = {}
-    optimizers = []
-    ranks = []
-    for part in parts:
-        own, of_modules, optimizer, of_rank, its_files = part.fields(
-            "own", "model_state", "optimizer", "numbers", "files"
-        )
-        ranks.append(own.read(RankPart))
-        model_state.update(of_modules.value)
-        optimizers.append(optimizer.value)
-        numbers.update(of_rank.value)
-        files.update({key: file.read(SavedFile) for key, file in its_files.entries().items()})
-    return dataclasses.replace(
-        manifest,
-        model_state=model_state,
-        optimizer=_merge(optimizers),
-        numbers=numbers,
-        ranks=tuple(ranks),
-        files=files,
-    )
-
-
-def _merge(optimizers: list[Any]) -> Any:
-    """The first rank's; but of an optimizer of which it has no parameter, the first that has.
-
-    The members of groups are those of all ranks.
-    """
-    if optimizers[0] is None:
-        return None
-    merged = dict(optimizers[0])
-    merged["optimizers"] = [
-        {
-            **next((each for each in theirs if not each["is_empty"]), theirs[0]),
-            "members": [
-                sorted({name for names in of_group for name in names})
-                for of_group in zip(*(each["members"] for each in theirs), strict=True)
-            ],
-        }
-        for theirs in zip(*(each["optimizers"] for each in optimizers), strict=True)
-    ]
-    return merged
+    def failed(self, step: int, error: BaseException) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if not isinstance(error, StageError):  # else a batch before it was discarded
+            self._failures += 1
+            self._last_failure = text
+        warnings.warn(f"checkpoint {step} was not saved, training goes on: {text}", stacklevel=4)

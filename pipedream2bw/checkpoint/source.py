@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 
 from ..errors import DamagedCheckpoint
 from ..model.checkpoint import Checkpoint
-from .cut import MODEL, buffer_prefix
+from ..optimizer.state_by_name import StateByName
 from .encoding import decode
 from .folder import INDEX, Folder
 from .manifest import read_manifest, weights_index
-from .tensor_file import Entry, read_header, read_tensor, sum_of
+from .snapshot import MODEL, OPTIMIZER, RANK, buffer_prefix
+from .tensor_file import Entry, read_header, read_tensor
 
 EXTRA_STATE = "_extra_state"
 """The last part of the names under which a ``state_dict`` has what ``get_extra_state`` gave."""
@@ -55,18 +57,20 @@ class Source:
             sums: whether all its bytes are read; otherwise its size and its header.
         """
         saved = self.manifest.files[file_name]
-        try:
+        with self._naming(file_name):
             size = self.folder.size(self.name, file_name)
             if size != saved.size:
                 raise ValueError(f"{size} bytes, it was written with {saved.size}")
-            entries = self._header(file_name)
-            if set(entries) != set(saved.tensors):
+            if set(self._header(file_name)) != set(saved.tensors):
                 raise ValueError("other tensors than were written")
-            if sums:
-                with self.folder.open(self.name, file_name) as file:
-                    for name, entry in entries.items():
-                        if sum_of(file, entry) != saved.tensors[name]:
-                            raise ValueError(f"{name}: {_OTHER_SUM}")
+        for _ in self._tensors(dict.fromkeys(saved.tensors, file_name)) if sums else ():
+            pass
+
+    @contextlib.contextmanager
+    def _naming(self, file_name: str) -> Iterator[None]:
+        """Names the file in what is raised inside where it is not as it was written."""
+        try:
+            yield
         except (*_MISSING, ValueError) as error:
             raise DamagedCheckpoint(f"{self.name}/{file_name}: {error}") from error
 
@@ -94,30 +98,27 @@ class Source:
         }
 
     def entry(self, name: str, file_name: str) -> Entry:
-        """What the header of a file says of a tensor."""
         return self._header(file_name)[name]
 
-    def read(self, wanted: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    def read(self, places: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Reads tensors.
 
         Args:
-            wanted: the tensors' names and files.
+            places: their files, by their names.
 
         Raises:
             DamagedCheckpoint: a tensor's bytes are not those that were written.
         """
-        tensors = {}
-        for file_name in dict.fromkeys(wanted.values()):
-            try:
-                with self.folder.open(self.name, file_name) as file:
-                    for name in (n for n, place in wanted.items() if place == file_name):
-                        entry = self.entry(name, file_name)
-                        tensors[name], crc = read_tensor(file, entry)
-                        if crc != self.manifest.files[file_name].tensors[name]:
-                            raise ValueError(f"{name}: {_OTHER_SUM}")
-            except (*_MISSING, ValueError) as error:
-                raise DamagedCheckpoint(f"{self.name}/{file_name}: {error}") from error
-        return tensors
+        return dict(self._tensors(places))
+
+    def _tensors(self, places: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for file_name in dict.fromkeys(places.values()):
+            with self._naming(file_name), self.folder.open(self.name, file_name) as file:
+                for name in (n for n, place in places.items() if place == file_name):
+                    tensor, crc = read_tensor(file, self.entry(name, file_name))
+                    if crc != self.manifest.files[file_name].tensors[name]:
+                        raise ValueError(f"{name}: {_OTHER_SUM}")
+                    yield name, tensor
 
     def weights(self) -> Checkpoint:
         """The newest weights, as the unsplit model's ``state_dict`` has them."""
@@ -137,9 +138,24 @@ class Source:
 
         return Checkpoint([*saved_as, *extra], read)
 
+    def states(self, parameters: Collection[str] | None = None) -> StateByName:
+        """What optimizers keep of some parameters, None: of all, by the names that were saved."""
+
+        def is_asked_for(parameter: str) -> bool:
+            return parameters is None or parameter in parameters
+
+        (numbers,) = self.values(self.manifest.numbers)
+        states: StateByName = {name: of for name, of in numbers.items() if is_asked_for(name)}
+        places = self.places(OPTIMIZER)
+        names = [name for name in places if is_asked_for(name.rpartition("/")[0])]
+        for name, value in self.read({name: places[name] for name in names}).items():
+            parameter, _, key = name.rpartition("/")
+            states.setdefault(parameter, {})[key] = value
+        return states
+
     def values(self, *documents: Any) -> list[Any]:
         """The user's state of which these are documents; its tensors are read."""
-        files = self.places("rank")
+        files = self.places(RANK)
         names: list[str] = []
         for document in documents:
             _tensor_names(document, names)
@@ -178,27 +194,22 @@ def damage_of(folder: Folder, name: str, *, sums: bool) -> Iterator[str]:
             yield f"{index}: it does not say where the manifest's weights are"
     except _MISSING:
         yield f"{index}: there is no such file"
-    for file_name in source.manifest.files:
+    for file_name, saved in source.manifest.files.items():
         try:
             source.check_file(file_name, sums=False)
         except DamagedCheckpoint as error:
             yield str(error)
             continue
-        if sums:
-            yield from _damaged_tensors(source, file_name)
-
-
-def _damaged_tensors(source: Source, file_name: str) -> Iterator[str]:
-    for tensor in source.manifest.files[file_name].tensors:
-        try:
-            source.read({tensor: file_name})
-        except DamagedCheckpoint as error:
-            yield str(error)
+        for tensor in saved.tensors if sums else ():
+            try:
+                source.read({tensor: file_name})
+            except DamagedCheckpoint as error:
+                yield str(error)
 
 
 def num_parameters(source: Source) -> int:
     """Elements of the model's parameters; with its buffers if the weights were imported."""
-    buffers = source.places("rank")
+    buffers = source.places(RANK)
     return sum(
         math.prod(source.entry(name, file_name).shape)
         for name, file_name in source.places(MODEL).items()

@@ -7,10 +7,12 @@ these files; it neither writes a tensor at a time, nor sums, nor reads through f
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import zlib
 from collections.abc import Mapping
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -45,17 +47,26 @@ MOST_HEADER_BYTES = 100_000_000
 _CHUNK_BYTES = 16 * 2**20
 
 
-class Written(NamedTuple):
-    """A written file: its size and sums (CRC-32), of its header and of each tensor's bytes.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedFile:
+    """A file of tensors, as a manifest lists it.
 
     Attributes:
-        data_size: of its tensors alone.
+        kind: what is in it: ``model``, ``older-1`` (the weights one version before), ...,
+            ``optimizer``, ``rank``.
+        rank: the process that wrote it.
+        size: in bytes.
+        data_size: that of its tensors alone.
+        header_sum: CRC-32 of its header, length included; all other bytes are in a tensor's.
+        tensors: CRC-32 of each tensor's bytes.
     """
 
+    kind: str
+    rank: int
     size: int
     data_size: int
     header_sum: int
-    tensors: dict[str, int]
+    tensors: Mapping[str, int]
 
 
 class Entry(NamedTuple):
@@ -71,16 +82,6 @@ class Entry(NamedTuple):
     end: int
 
 
-class Readable(Protocol):
-    """A file whose bytes are read."""
-
-    def seek(self, place: int, /) -> int: ...
-
-    def read(self, size: int = -1, /) -> bytes: ...
-
-    def readinto(self, buffer: memoryview, /) -> int: ...
-
-
 def check_saveable(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError if a file cannot hold the tensor."""
     if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
@@ -90,8 +91,13 @@ def check_saveable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Written:
+def write_tensors(
+    file: IO[bytes], tensors: Mapping[str, torch.Tensor], kind: str = "model", rank: int = 0
+) -> SavedFile:
     """Writes tensors, one after the other; those of a device come to the CPU one at a time.
+
+    Args:
+        kind, rank: see :class:`SavedFile`.
 
     Raises:
         TypeError: a file cannot hold one of them; nothing has been written.
@@ -114,20 +120,22 @@ def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> Writt
     sums = {}
     for name, tensor in tensors.items():
         sums[name] = 0
-        data = bytes_of(tensor).numpy().data
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         for first in range(0, len(data), _CHUNK_BYTES):
             chunk = data[first : first + _CHUNK_BYTES]
             file.write(chunk)
             sums[name] = zlib.crc32(chunk, sums[name])
-    return Written(len(start) + place, place, zlib.crc32(start), sums)
+    return SavedFile(
+        kind=kind,
+        rank=rank,
+        size=len(start) + place,
+        data_size=place,
+        header_sum=zlib.crc32(start),
+        tensors=sums,
+    )
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in order, as uint8 on the CPU; a view if they are there and contiguous."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-
-
-def read_header(file: Readable, size: int) -> tuple[dict[str, Entry], int]:
+def read_header(file: io.BufferedIOBase, size: int) -> tuple[dict[str, Entry], int]:
     """The tensors in a file of that size, and the sum of its header.
 
     Raises:
@@ -140,10 +148,10 @@ def read_header(file: Readable, size: int) -> tuple[dict[str, Entry], int]:
     text = file.read(length)
     try:
         header = parse_json(text)
+        if not isinstance(header, dict):
+            raise ValueError(f"{type(header).__name__}, not an object")
     except ValueError as error:
         raise ValueError(f"the header is damaged: {error}") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"the header is damaged: {type(header).__name__}, not an object")
     header.pop("__metadata__", None)
     entries = {name: _entry(name, fields, 8 + length) for name, fields in header.items()}
     place = 8 + length
@@ -182,7 +190,7 @@ def _entry(name: str, fields: Any, data: int) -> Entry:
     return Entry(_DTYPES[dtype], tuple(shape), data + begin, data + end)
 
 
-def read_tensor(file: Readable, entry: Entry) -> tuple[torch.Tensor, int]:
+def read_tensor(file: io.BufferedIOBase, entry: Entry) -> tuple[torch.Tensor, int]:
     """A tensor of the file, and the sum of its bytes.
 
     Raises:
@@ -202,13 +210,3 @@ def read_tensor(file: Readable, entry: Entry) -> tuple[torch.Tensor, int]:
             raise ValueError(f"{size} bytes at {entry.begin}: the file ends before")
         crc = zlib.crc32(chunk, crc)
     return tensor, crc
-
-
-def sum_of(file: Readable, entry: Entry) -> int:
-    """The sum of a tensor's bytes."""
-    file.seek(entry.begin)
-    crc, left = 0, entry.end - entry.begin
-    while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
-        crc = zlib.crc32(chunk, crc)
-        left -= len(chunk)
-    return crc

@@ -7,10 +7,10 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ..ranks.agreement import Finished, Operation
-from ..ranks.deadline import Call
+from ..ranks.deadline import CallInThread
 from ..runtime.session import Session
 from .folder import Folder
 
@@ -38,7 +38,7 @@ def done_by(done: Future[_Result], end: float, is_over: Callable[[], bool] = lam
     return done.done()
 
 
-class FolderCall(Generic[_Result]):
+class FolderCall(CallInThread[_Result]):
     """A call that works in a folder, however long that takes.
 
     A call into a file system that hangs cannot be ended from outside. So it is made in a thread,
@@ -51,10 +51,10 @@ class FolderCall(Generic[_Result]):
     def __init__(
         self, folder: Folder, timeout: float, action: str, call: Callable[[], _Result]
     ) -> None:
+        super().__init__(f"pd2 {action}", call)
         self._folder = folder
         self._silence = _SHARE * timeout
         self._action = action
-        self._made = Call(f"pd2 {action}", call)
         self._seen = (-1, 0.0)  # how often the file system had been called, and since when
 
     def is_done(self, seconds: float = math.inf) -> bool:
@@ -63,7 +63,7 @@ class FolderCall(Generic[_Result]):
         Raises:
             TimeoutError: the file system hangs.
         """
-        if done_by(self._made.result, time.monotonic() + seconds, self._hangs):
+        if done_by(self.result, time.monotonic() + seconds, self._hangs):
             return True
         if self._hangs():
             raise TimeoutError(
@@ -77,10 +77,6 @@ class FolderCall(Generic[_Result]):
         if self._folder.num_calls != self._seen[0]:
             self._seen = self._folder.num_calls, now
         return now - self._seen[1] > self._silence
-
-    def get(self) -> _Result:
-        """Returns what it gave, or raises it. Once it is done."""
-        return self._made.get()
 
 
 def wait_together(session: Session, operation: Operation, is_done: Callable[[], bool]) -> None:

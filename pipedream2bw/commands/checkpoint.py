@@ -8,9 +8,8 @@ import dataclasses
 from typing import Any
 
 from ..checkpoint.commit import checkpoints
-from ..checkpoint.exporting import EXPORT_FORMATS, export
 from ..checkpoint.folder import MANIFEST, Folder, step_of
-from ..checkpoint.importing import import_weights
+from ..checkpoint.other_formats import EXPORT_FORMATS, export, import_weights
 from ..checkpoint.source import Source, damage_of, num_parameters
 from ..table import table
 from ..units import format_bytes

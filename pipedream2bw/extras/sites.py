@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from ..errors import StageError
+from ..ranks.boards import finish
 from ..ranks.deadline import Deadline
 from ..ranks.first_failure import FirstFailure
 from ..ranks.joining import store_of_this_life
-from ..ranks.row_exchange import finish
 
 _PART = 2**24
 """Elements whose mean is made at once, for which there is room twice."""

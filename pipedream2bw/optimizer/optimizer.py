@@ -17,7 +17,6 @@ from ..runtime.local_stages import LocalStage
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of, common_defaults
 from .clipping import Clipping, GradNorm
-from .cut import OptimizerCut, SavedOptimizers, StateByName, as_state_dict
 from .delay_warning import warn_of_delay
 from .fused import (
     Holder,
@@ -30,7 +29,6 @@ from .fused import (
     take_states,
 )
 from .loss_scale import LossScale, NewestScale
-from .names import state_of_all, states_of_each
 from .own_step import (
     StageStepper,
     changes,
@@ -42,6 +40,14 @@ from .own_step import (
 )
 from .shares import all_shares, forget_others, whole_states
 from .staleness import Remedies, Remedy
+from .state_by_name import (
+    OptimizerSnapshot,
+    SharedState,
+    StateByName,
+    as_state_dict,
+    state_of_all,
+    states_of_each,
+)
 from .step_remedies import StepRemedies
 from .verdicts import let_updates_wait
 
@@ -452,13 +458,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
         take_states(self._holders(), self._weights)
         forget_others(self._wrapped, self._weights)
 
-    def cut(self) -> OptimizerCut:
+    def snapshot(self) -> OptimizerSnapshot:
         """What the last :meth:`step` will leave, to be read when every stage has made it."""
         self._check_in_charge()
         extensions = [each for each in self.extensions if saved_by(each) is not None]
-        return OptimizerCut(
-            kinds=self._kinds,
+        return OptimizerSnapshot(
             optimizers=self._wrapped,
+            holders=self._holders(),
             options=[options_of(optimizer.param_groups) for optimizer in self._wrapped],
             seen=self._options,
             steppers=self._steppers,
@@ -469,16 +475,16 @@ class PipelineOptimizer(torch.optim.Optimizer):
             names=self._names(),
         )
 
-    def check_cut(self, shared: SavedOptimizers) -> None:
-        """Raises ValueError if these optimizers cannot go on from a cut."""
-        self.cut().check(shared)
+    def check_snapshot(self, shared: SharedState) -> None:
+        """Raises ValueError if these optimizers cannot go on from a snapshot."""
+        self.snapshot().check(shared)
 
-    def load_cut(self, shared: SavedOptimizers, states: StateByName) -> None:
-        """Goes on where a cut was made, with this process's part of the state. Drained."""
+    def load_snapshot(self, shared: SharedState, states: StateByName) -> None:
+        """Goes on where a snapshot was made, with this process's part of the state. Drained."""
         self._load(as_state_dict(shared, states, self._session.local_model.tied_names()))
-        for version, scale in sorted(shared.loss_scales.items()):
+        for version, scale in sorted(shared["loss_scales"].items()):
             assert self._scale is not None
-            self._scale.set(version, scale, shared.growth_tracker)
+            self._scale.set(version, scale, shared["growth_tracker"])
 
     def __repr__(self) -> str:
         how = {True: "its own step on a copy of the weights", False: "one fused pass"}

@@ -75,12 +75,12 @@ def forget_others(
     """Drops what was loaded of parameters that other replicas step, or elements of them."""
     for weights in stages:
         for i, original in enumerate(weights.originals):
-            if not weights.engine.owns(i) or is_cut(weights, i):
+            if not weights.engine.owns(i) or is_divided(weights, i):
                 for optimizer in optimizers:
                     optimizer.state.pop(original, None)
 
 
-def is_cut(weights: StageWeights, parameter: int) -> bool:
+def is_divided(weights: StageWeights, parameter: int) -> bool:
     """Whether several replicas step elements of it."""
     return len(weights.engine.owners(parameter)) > 1
 
@@ -124,7 +124,7 @@ def _gather(
     }
     found = all_shares(session, weights, mine)
     for i, (name, original) in enumerate(originals.items()):
-        if found.get(name) and (is_cut(weights, i) or not weights.engine.owns(i)):
+        if found.get(name) and (is_divided(weights, i) or not weights.engine.owns(i)):
             holders[id(original)].state[original] = found[name]
 
 

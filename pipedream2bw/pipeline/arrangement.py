@@ -15,7 +15,7 @@ from ..capture.captured import Captured
 from ..checks import check_microbatches_of_replicas
 from ..errors import reworded
 from ..model.precision import Precision
-from ..ranks.mesh import check_mesh, described
+from ..ranks.grid import check_mesh, described
 from ..schedules.load import fingerprint, schedule_for
 from .options import Options, comparable, length_of
 

@@ -18,7 +18,7 @@ from ..model.precision import Precision
 from ..pipeline.arrangement import Arrangement
 from ..pipeline.options import Options, what_to_recompute
 from ..ranks.agreement import ControlPlane
-from ..ranks.mesh import check_mesh
+from ..ranks.grid import check_mesh
 from ..schedules.load import fingerprint, schedule_for
 from .auto_plan import plan_for_devices_at_hand
 from .planning.plan import Plan

@@ -19,7 +19,7 @@ from ..model.trees import tensors_in
 from ..pipeline.arrangement import DEFAULT_SCHEDULE
 from ..pipeline.options import Options, comparable
 from ..ranks.agreement import ControlPlane
-from ..ranks.mesh import check_mesh
+from ..ranks.grid import check_mesh
 from ..schedules.load import make_schedule
 from .planning.plan import Plan
 from .planning.planner import plan

@@ -29,12 +29,11 @@ from ..errors import (
     reworded,
     to_document,
 )
-from .boards import make_board
+from .boards import RowExchange, make_board
 from .deadline import Deadline
 from .first_failure import FirstFailure
-from .groups import new_group, number_groups_alike
+from .groups import destroy_groups, new_group, number_groups_alike
 from .joining import join_world
-from .row_exchange import RowExchange
 
 
 class Operation(enum.IntEnum):
@@ -98,12 +97,6 @@ class Finished(NamedTuple):
     """What a rank tells of work that it waits for: whether that is done."""
 
     is_done: int
-
-
-class Stopping(NamedTuple):
-    """What a rank tells when a Checkpointer is closed: the signal that it got; 0: none."""
-
-    signal: int
 
 
 _Made = TypeVar("_Made")
@@ -218,9 +211,12 @@ class ControlPlane:
         first = self.discards.first
         row = [operation, number, failed, -1 if first is None else first, *told]
         row += [0] * (_ROW_LENGTH - len(row))
-        if self.group is None:
+        if self._rows is None:
             return [row]
-        table = self._exchange(row, operation, number)
+        failure = self.fault.error
+        if failure is not None and self._rows.is_under_way:
+            raise failure
+        table = self._rows.run(row, lambda look: self._wait(look, operation, number))
         self._check_same_operation(table)
         return table
 
@@ -238,10 +234,6 @@ class ControlPlane:
 
     def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:
         """Raises on every rank if one has an error, or if ranks differ in a setting."""
-        if self.group is None:
-            if error is not None:
-                raise error
-            return
         everyone = self.told_by_all((_describe(error), settings))
         for key in settings:
             values = [theirs.get(key, settings[key]) for _, theirs in everyone]
@@ -326,14 +318,6 @@ class ControlPlane:
         """
         return failure if self._first_failure is None else self._first_failure.report(failure)
 
-    def _exchange(self, row: list[int], operation: Operation, number: int) -> list[list[int]]:
-        """Every rank's row, on every rank."""
-        assert self._rows is not None
-        failure = self.fault.error
-        if failure is not None and self._rows.is_under_way:
-            raise failure
-        return self._rows.run(row, lambda look: self._wait(look, operation, number))
-
     def _wait(self, look: Callable[[], _Made | None], operation: Operation, number: int) -> _Made:
         """Calls ``look``, which waits for a slice of time, until it finds something.
 
@@ -396,9 +380,7 @@ class ControlPlane:
         if self.verdict_board is not None:
             self.verdict_board.leave()
             self.verdict_board = None
-        for group in {self.group, self.verdict_group} - {None}:
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
+        destroy_groups(each for each in {self.group, self.verdict_group} if each is not None)
         self.group = self.verdict_group = None
         self.discards = _C.Discards(None)  # the other one keeps the memory that ranks share
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +10,16 @@ import torch.distributed as dist
 
 from .. import _C
 from .deadline import Deadline
-from .device_groups import TIMEOUT, backends_of, go_over_hosts, options_of_messages
-from .device_rings import ChannelEnds, DeviceRing, agreed_by_all, make_device_ring
 from .grid import RankGrid
-from .groups import destroy_groups, new_group
-from .peer_watch import PeerWatch
+from .groups import (
+    TIMEOUT,
+    backends_of,
+    destroy_groups,
+    go_over_hosts,
+    new_group,
+    options_of_messages,
+)
+from .rings import ChannelEnds, DeviceRing, PeerWatch, agreed_by_all, make_device_ring, make_ring
 
 
 class Channels:
@@ -52,7 +56,8 @@ class Channels:
     ) -> None:
         self._grid = grid
         self._devices = devices
-        self._in_flight = in_flight
+        # As many messages as can be sent before the receiver has to take one.
+        self._most_under_way = max(in_flight) + 1
         self._control = control
         self._deadline = deadline
         self._groups: list[dist.ProcessGroup] = []
@@ -111,11 +116,6 @@ class Channels:
         watch.start()
         self._watches.append(watch)
         return with_rings
-
-    @property
-    def _most_under_way(self) -> int:
-        """As many messages as can be sent before the receiver has to take one."""
-        return max(self._in_flight) + 1
 
     def _make(self, source: int, destination: int) -> None:
         grid = self._grid
@@ -227,27 +227,3 @@ def end_of_channel(
     posted_ahead = 2 if on_hosts else 0
     receiver = _C.ProcessGroupReceiver(**options, posted_ahead=posted_ahead, pins_memory=is_staged)
     return None, _C.StagedReceiver(hosts=receiver, device=device) if is_staged else receiver
-
-
-def make_ring(
-    group: dist.ProcessGroup,
-    source: int,
-    destination: int,
-    num_slots: int,
-    deadline: Deadline,
-) -> _C.SharedRing | None:
-    """This process's end of memory shared by two ranks, None if they are not on one machine.
-
-    Both ranks of the group call it. Some file systems and containers let a rank see another one's
-    memory and some do not, so the receiver tries and tells.
-    """
-    is_source = dist.get_rank() == source
-    ring = _C.SharedRing.create(num_slots, deadline.seconds) if is_source else None
-    told: list[Any] = [ring.address if ring else ""]
-    tell = functools.partial(dist.broadcast_object_list, told, group=group)
-    deadline.wait("making a channel", functools.partial(tell, src=source))
-    if not is_source:
-        ring = _C.SharedRing.open(told[0], deadline.seconds)
-    told[0] = ring is not None
-    deadline.wait("making a channel", functools.partial(tell, src=destination))
-    return ring if told[0] else None

@@ -18,7 +18,7 @@ _GRACE_SECONDS = 0.5
 _Result = TypeVar("_Result")
 
 
-class Call(Generic[_Result]):
+class CallInThread(Generic[_Result]):
     """A call made in a thread of its own, which is left behind if it does not return.
 
     Attributes:
@@ -69,7 +69,7 @@ class Deadline:
             StageError: the pipeline failed meanwhile.
         """
         start = time.monotonic()
-        made = Call(f"pd2 {action}", call)
+        made = CallInThread(f"pd2 {action}", call)
         while not wait([made.result], _SLICE_SECONDS).done:
             failure = self.fault.error
             if failure is not None:

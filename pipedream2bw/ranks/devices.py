@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..accelerator import module_of
 from .agreement import ControlPlane
-from .device_groups import backends_of
+from .groups import backends_of
 
 _NCCL_THAT_SHARES = (2, 30)
 

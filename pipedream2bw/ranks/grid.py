@@ -1,7 +1,8 @@
-"""Which process runs which stages of which replica."""
+"""Which process runs which stages of which replica, also by a DeviceMesh."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
@@ -11,7 +12,84 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .deadline import Deadline
 from .groups import connect_devices, destroy_groups, new_group
-from .mesh import Places, places_in
+
+REPLICAS, STAGES, SHARDS = "dp", "pp", "tp"
+
+
+Places = Sequence[Sequence[Sequence[int]]]
+"""The process of each shard, replica and rank of the schedule, in that order."""
+
+
+def check_mesh(mesh: object, width: int) -> int:
+    """The width that goes with ``mesh``, ``width`` if that is None.
+
+    Raises:
+        TypeError, ValueError: it is no mesh of all processes, or its dimensions are not known here.
+    """
+    if mesh is None:
+        return width
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: {type(mesh).__name__} given, it must be a DeviceMesh")
+    names = mesh.mesh_dim_names or ()
+    if STAGES not in names or not set(names) <= {REPLICAS, STAGES, SHARDS}:
+        raise ValueError(
+            f"mesh: its dimensions are {names or 'without names'}, they must be 'pp', and 'dp' and "
+            "'tp' where there are replicas and tensor-parallel stages"
+        )
+    processes = sorted(mesh.mesh.flatten().tolist())
+    world = dist.get_world_size()
+    if processes != list(range(world)):
+        raise ValueError(
+            f"mesh: ranks {processes}, world size: {world}: every process must be in the mesh once"
+        )
+    size = _size(mesh, REPLICAS)
+    if width not in (1, size):
+        raise ValueError(f"width: {width}, 'dp' of the mesh: {size}: leave out width")
+    return size
+
+
+def places_in(mesh: DeviceMesh | None, width: int, num_ranks: int) -> Places:
+    """Where everything is; without a mesh the ranks of a replica are adjacent.
+
+    Args:
+        num_ranks: of the schedule.
+
+    Raises:
+        ValueError: the mesh has another number of stages.
+    """
+    if mesh is None:
+        return [[list(range(i * num_ranks, (i + 1) * num_ranks)) for i in range(width)]]
+    if _size(mesh, STAGES) != num_ranks:
+        raise ValueError(
+            f"'pp' of the mesh: {_size(mesh, STAGES)}, ranks of the schedule: {num_ranks}: every "
+            "rank of a replica is one process"
+        )
+    names = mesh.mesh_dim_names or ()
+    order = [names.index(name) for name in (SHARDS, REPLICAS, STAGES) if name in names]
+    places = mesh.mesh.permute(order).reshape(_size(mesh, SHARDS), width, num_ranks)
+    found: Places = places.tolist()
+    return found
+
+
+def mesh_of(places: Places, device_type: str, deadline: Deadline) -> DeviceMesh:
+    """A mesh of the dimensions "dp" and "pp". Every process calls it."""
+    (replicas,) = places
+    make = functools.partial(
+        DeviceMesh, device_type, torch.tensor(replicas), mesh_dim_names=(REPLICAS, STAGES)
+    )
+    return deadline.wait("making the mesh", make)
+
+
+def described(mesh: object) -> str:
+    """For comparing it between ranks."""
+    if isinstance(mesh, DeviceMesh):
+        return f"{mesh.mesh_dim_names} {mesh.mesh.tolist()}"
+    return str(mesh)
+
+
+def _size(mesh: DeviceMesh, name: str) -> int:
+    names = mesh.mesh_dim_names or ()
+    return int(mesh.size(names.index(name))) if name in names else 1
 
 
 class RankGrid:
@@ -36,6 +114,13 @@ class RankGrid:
         order: without a mesh, the process of each replica's rank, [replicas][ranks]; None: a
             replica's ranks are adjacent.
 
+    Attributes:
+        num_stages, num_pipelines, width, mesh, deadline: as given.
+        depth: stages of the model.
+        places: all processes. num_shards: of each tensor-parallel stage.
+        rank, replica, shard: this process, and its replica and shard.
+        local_ranks, stages: the schedule's ranks and stages that this process runs.
+
     Raises:
         ValueError: the world's size is not width * p, or width > 1 in one process.
     """
@@ -55,13 +140,13 @@ class RankGrid:
         self.num_pipelines = num_pipelines
         self.depth = len(placement) // num_pipelines
         self.width = width
-        self.rank = 0
-        self.replica = 0
-        self.shard = 0
+        self.rank = self.replica = self.shard = 0
         self._placement = list(placement)
-        self._num_ranks = p = max(placement) + 1
-        self._own_rank = 0
+        p = max(placement) + 1
+        self.local_ranks = list(range(p))
+        self.stages = list(range(self.num_stages))
         self.places: Places = [[[0] * p]]
+        self.num_shards = 1
         self.deadline = deadline
         # By what the processes share: a stage of the model, several stages, (None) a replica, or
         # ("model") the model.
@@ -82,14 +167,17 @@ class RankGrid:
                 f"{what[:-1]} of every replica is one process"
             )
         self.places = [order] if order is not None else places_in(mesh, width, p)
+        self.num_shards = len(self.places)
         self.rank = dist.get_rank()
-        self.shard, self.replica, self._own_rank = next(
+        self.shard, self.replica, own_rank = next(
             (shard, replica, rank)
             for shard, replicas in enumerate(self.places)
             for replica, ranks in enumerate(replicas)
             for rank, process in enumerate(ranks)
             if process == self.rank
         )
+        self.local_ranks = [own_rank]
+        self.stages = self.stages_of(own_rank)
         self._has_savers = False
         for stage in range(self.depth if width * num_pipelines > 1 else 0):
             self._join(stage, self._holders_of(stage))
@@ -98,17 +186,6 @@ class RankGrid:
         """The processes that hold a stage, for each shard."""
         copies = self._placement[stage :: self.depth]
         return [[ranks[copy] for ranks in replicas for copy in copies] for replicas in self.places]
-
-    @property
-    def local_ranks(self) -> list[int]:
-        """The schedule's ranks that this process runs."""
-        return [self._own_rank] if self.in_processes else list(range(self._num_ranks))
-
-    @property
-    def stages(self) -> list[int]:
-        """The stages that this process runs."""
-        here = self.local_ranks
-        return [stage for stage, rank in enumerate(self._placement) if rank in here]
 
     @property
     def stages_of_model(self) -> list[int]:
@@ -130,11 +207,6 @@ class RankGrid:
     def stages_of(self, rank: int) -> list[int]:
         """The stages of one of the schedule's ranks."""
         return [stage for stage, placed in enumerate(self._placement) if placed == rank]
-
-    @property
-    def num_shards(self) -> int:
-        """The number of shards of each tensor-parallel stage."""
-        return len(self.places)
 
     def process_of(self, stage: int, replica: int | None = None, shard: int | None = None) -> int:
         """The process that runs ``stage`` of a replica, by default of this process's own."""
@@ -191,17 +263,20 @@ class RankGrid:
 
     def group_of_replica(self) -> dist.ProcessGroup | None:
         """The processes of this one's replica, if there are several. Every process calls it."""
-        if self.in_processes and None not in self._groups:
-            replicas = [ranks for replicas in self.places for ranks in replicas if len(ranks) > 1]
-            self._join(None, replicas, backend="gloo")
-        return self._groups.get(None)
+        return self._joined(
+            None, [ranks for replicas in self.places for ranks in replicas if len(ranks) > 1]
+        )
 
     def group_of_model(self) -> dist.ProcessGroup | None:
         """All processes, if there are several. Every process calls it."""
-        if self.in_processes and "model" not in self._groups:
-            everyone = set(itertools.chain(*itertools.chain(*self.places)))
-            self._join("model", [everyone], backend="gloo")
-        return self._groups.get("model")
+        return self._joined("model", [set(itertools.chain(*itertools.chain(*self.places)))])
+
+    def _joined(
+        self, key: str | None, teams: Iterable[Collection[int]]
+    ) -> dist.ProcessGroup | None:
+        if self.in_processes and key not in self._groups:
+            self._join(key, teams, "gloo")
+        return self._groups.get(key)
 
     def teams_of(self, stages: Iterable[int]) -> list[set[int]]:
         """The processes that run these stages, for each shard and replica."""

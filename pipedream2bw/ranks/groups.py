@@ -1,10 +1,11 @@
-"""Process groups of some of the processes, each made by its members alone."""
+"""Process groups: of hosts and of devices, each made by its members alone."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import functools
+import os
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -12,19 +13,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from .. import _C
 from .deadline import Deadline
-from .device_groups import (
-    backend_for_all,
-    end_with_fault,
-    errors_left_to_engine,
-    go_over_hosts,
-)
 
 _LARGE = 32 * 2**20
 """Bytes from which on NCCL takes the algorithm, and makes the connections, of all larger sizes."""
 
 _ADDED = (torch.uint8, torch.float32, torch.bfloat16)
 """What is added up. Some of NCCL's algorithms are for floating-point numbers alone."""
+
+TIMEOUT = datetime.timedelta(days=1)
+"""The timeout of a group that carries messages, which never comes: the engine's own rules end
+waiting, while the group would count the user's pauses too, and end the process."""
+
+_MOST_BLOCKS = 4
+"""How many multiprocessors of a device NCCL takes for a transfer: a few reach the bandwidth of a
+link, while by default up to 32 are kept from the stages' work, with 12 MiB each."""
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_CLEAN_UP_ONLY = "2"  # ErrorHandlingMode of torch's ProcessGroupNCCL.hpp
 
 
 def number_groups_alike(store: Store, name: str) -> None:
@@ -51,7 +58,8 @@ def new_group(
     """Makes a group of each team's processes; gives the one that this process is in.
 
     Every process calls it, in one order, for a group's name is its number. Processes outside a team
-    do nothing but count it.
+    do nothing but count it. A group whose transfers run on a device is aborted when the pipeline
+    fails.
 
     Args:
         backend: None: those of the default group, and gloo for hosts if it has none for them.
@@ -71,8 +79,8 @@ def new_group(
                     join_members, sorted(team), name, backend, timeout, options
                 )
                 own = deadline.wait("making a group", join)
-    if own is not None:
-        end_with_fault(own, deadline.fault)
+    if own is not None and runs_on_device(own):
+        _C.abort_on_fault(deadline.fault, own.group_name)
     return own
 
 
@@ -100,7 +108,9 @@ def join_members(
     default = world.default_pg
     assert default is not None
     of_default, store = world.pg_map[default]
-    with _unbound(default):
+    # Unbound, for a communicator of its own instead of a part of the default group's.
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
         group, _ = make(
             len(members),
             members.index(dist.get_rank()),
@@ -111,20 +121,11 @@ def join_members(
             options,
             timeout=timeout,
         )
+    finally:
+        default.bound_device_id = device
     world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(members)}
     made: dist.ProcessGroup = group
     return made
-
-
-@contextlib.contextmanager
-def _unbound(group: dist.ProcessGroup) -> Iterator[None]:
-    """Groups made inside get communicators of their own, instead of parts of this one's."""
-    device = group.bound_device_id
-    group.bound_device_id = None
-    try:
-        yield
-    finally:
-        group.bound_device_id = device
 
 
 def broadcast(
@@ -172,3 +173,78 @@ def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         with contextlib.suppress(Exception):  # the default group may be gone, and they with it
             dist.destroy_process_group(group)
+
+
+def check_built(device_type: str, has_nccl: bool) -> None:
+    """Raises ValueError if processes cannot join for want of NCCL."""
+    if device_type == "cuda" and not has_nccl:
+        raise ValueError(
+            "type of the model's device: cuda, backends of this torch: gloo without nccl: several "
+            "processes with GPUs need a torch that is built with NCCL, or init_process_group('gloo'"
+            ") before, by which messages go over the host's memory"
+        )
+
+
+def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
+    """The name of a group's backend for each type of device; by default of the default group."""
+    parts = dist.get_backend_config(group).split(",")
+    return {device: backend for device, _, backend in (part.partition(":") for part in parts)}
+
+
+def backend_for_all() -> str | None:
+    """The backends of the default group, and gloo for hosts; None if it has one for hosts itself.
+
+    It has none after ``init_process_group("nccl")``, nor, where there is an accelerator, after
+    ``init_process_group()`` or ``init_device_mesh``; but a model may be on the CPU there.
+    """
+    backends = backends_of()
+    if "cpu" in backends:
+        return None
+    return ",".join(f"{kind}:{backend}" for kind, backend in ({"cpu": "gloo"} | backends).items())
+
+
+def go_over_hosts(device_types: Collection[str]) -> bool:
+    """Whether messages between devices of these types go over the hosts' memory.
+
+    They do where the process group has nothing better than gloo, which knows the host alone.
+    """
+    first, *others = set(device_types)
+    return bool(others) or first == "cpu" or backends_of().get(first, "gloo") == "gloo"
+
+
+def runs_on_device(group: dist.ProcessGroup) -> bool:
+    """Whether any of a group's transfers run on a device, where no thread waits for them."""
+    return any(
+        device != "cpu" and backend != "gloo" for device, backend in backends_of(group).items()
+    )
+
+
+@contextlib.contextmanager
+def errors_left_to_engine() -> Iterator[None]:
+    """Groups made inside do not end the process when a transfer fails, unless the user says so.
+
+    The engine tells the cause to all ranks, for which the process has to live.
+    """
+    is_own = _ERROR_HANDLING not in os.environ
+    if is_own:
+        os.environ[_ERROR_HANDLING] = _CLEAN_UP_ONLY
+    try:
+        yield
+    finally:
+        if is_own:
+            os.environ.pop(_ERROR_HANDLING, None)
+
+
+def options_of_messages(backend: str) -> Any:
+    """Options of a group that carries messages, for torch; None: that backend's own.
+
+    Messages come before all other work of the device, since another stage waits for them. Other
+    groups of the user's and the library's keep their blocks: that is why it is no variable of the
+    environment. The user's ``NCCL_MAX_CTAS`` comes first, for all groups.
+    """
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if "NCCL_MAX_CTAS" not in os.environ:
+        options.config.max_ctas = _MOST_BLOCKS
+    return options

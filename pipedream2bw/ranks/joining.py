@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from .deadline import Deadline
-from .device_groups import check_built
+from .groups import check_built
 
 _LOOK_SECONDS = 0.01
 _MOST_LOOK_SECONDS = 0.2
@@ -40,8 +40,8 @@ def store_of_this_life(
 
     torchrun gives the processes that it starts again the store of those before, with their
     addresses and failures, and no number of the start that is equal on all machines. So each
-    process says a word of its own, rank 0 answers it with the name of the part, and whoever has
-    that answer tells it there. Words and answers of earlier processes match nothing.
+    process says a word of its own, rank 0 answers that word with the name of the part, and whoever
+    has the answer tells it there. Words of earlier processes are answered, too, and nobody comes.
 
     Args:
         called: what a rank is called in errors.
@@ -59,33 +59,26 @@ def store_of_this_life(
         pause = _LOOK_SECONDS
         while not is_done():
             if time.monotonic() > last:
-                raise RuntimeError(f"{others()} did not come within {seconds:g} s")
+                raise RuntimeError(f"{called} {others()} did not come within {seconds:g} s")
             time.sleep(pause)
             pause = min(1.5 * pause, _MOST_LOOK_SECONDS)
 
     said, answers = part("said"), part("answers")
-    if rank == 0:
-        own = part(word)
-        missing = [str(other) for other in range(1, world)]
-
-        def have_come() -> bool:
-            for other in missing:
-                if said.check([other]):
-                    answers.set(other, f"{said.get(other).decode()} {word}")
-            missing[:] = [other for other in missing if not own.check([other])]
-            return not missing
-
-        until(have_come, lambda: f"{called} {', '.join(missing)}")
+    if rank != 0:
+        said.set(str(rank), word)
+        until(lambda: answers.check([word]), lambda: "0")
+        own = part(answers.get(word).decode())
+        own.set(str(rank), "")
         return own
-    answer: list[str] = []
+    own = part(word)
+    missing = [str(other) for other in range(1, world)]
 
-    def is_answered() -> bool:
-        if answers.check([str(rank)]):
-            answer[:] = answers.get(str(rank)).decode().split()
-        return answer[:1] == [word]
+    def have_come() -> bool:
+        for other in missing:
+            if said.check([other]):
+                answers.set(said.get(other).decode(), word)
+        missing[:] = [other for other in missing if not own.check([other])]
+        return not missing
 
-    said.set(str(rank), word)
-    until(is_answered, lambda: f"{called} 0")
-    own = part(answer[1])
-    own.set(str(rank), "")
+    until(have_come, lambda: ", ".join(missing))
     return own

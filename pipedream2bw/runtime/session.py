@@ -15,7 +15,7 @@ from .. import _C
 from ..errors import StageError, reworded
 from ..model.checkpoint import Checkpoint
 from ..ranks.agreement import Announcement, BatchDiscarded, DrainWanted, Operation
-from ..ranks.mesh import mesh_of
+from ..ranks.grid import mesh_of
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
 from .discarding import Discarding

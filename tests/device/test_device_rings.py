@@ -21,7 +21,7 @@ from pipedream2bw import _C
 from pipedream2bw.errors import StageError
 from pipedream2bw.ranks import channels
 from pipedream2bw.ranks.deadline import Deadline
-from pipedream2bw.ranks.device_rings import make_device_ring
+from pipedream2bw.ranks.rings import make_device_ring
 from tests.device import checked
 from tests.device.on_device import batch_on, on
 from tests.runs.launch import run_ranks

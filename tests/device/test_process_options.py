@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 
 import pipedream2bw as pd2
 from pipedream2bw import _C
-from pipedream2bw.optimizer.shares import is_cut
+from pipedream2bw.optimizer.shares import is_divided
 from pipedream2bw.ranks import channels
 from tests.device import checked
 from tests.device.checked import Asked, AskedKind
@@ -90,7 +90,7 @@ class Training:
             if self.hook is not None:
                 pipe.register_comm_hook(*self.hook)
             weights = [stage.weights for stage in pipe.session.stages]
-            cut = [is_cut(each, i) for each in weights for i in range(len(each.trainable))]
+            cut = [is_divided(each, i) for each in weights for i in range(len(each.trainable))]
             assert any(cut) == self.cuts
             losses = []
             with checked.log() as asked:

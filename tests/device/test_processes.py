@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import pipedream2bw as pd2
 from pipedream2bw.ranks import channels, grid
-from pipedream2bw.ranks.device_groups import runs_on_device
-from pipedream2bw.ranks.groups import new_group
+from pipedream2bw.ranks.groups import new_group, runs_on_device
 from tests.device import checked
 from tests.device.on_device import batch_on, check_on_device, on
 from tests.exhaustive import exhaustive

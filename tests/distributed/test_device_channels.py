@@ -15,13 +15,13 @@ from pipedream2bw import _C
 from pipedream2bw.ranks import channels
 from pipedream2bw.ranks.channels import end_of_channel
 from pipedream2bw.ranks.deadline import Deadline
-from pipedream2bw.ranks.device_groups import (
+from pipedream2bw.ranks.groups import (
     backends_of,
     errors_left_to_engine,
     go_over_hosts,
+    new_group,
     options_of_messages,
 )
-from pipedream2bw.ranks.groups import new_group
 from tests.distributed.test_exactness import check
 from tests.runs.launch import run_ranks
 from tests.samples.models import TASKS

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
-from pipedream2bw.ranks import boards, row_exchange
+from pipedream2bw.ranks import boards
 from pipedream2bw.ranks.deadline import Deadline
 from tests.references.oracle import Oracle
 from tests.runs.launch import run_ranks
@@ -119,7 +119,7 @@ def finds_one_plan(folder: str) -> None:
         made.extend(row_sizes)
         return make_boards(group, machines, row_sizes, deadline)
 
-    boards.make_boards = row_exchange.make_boards = counted
+    boards.make_boards = counted
     batch = TASK.batches([8])[0]
     options = {"num_stages": "auto", "example_target": batch.target}
     options["profile"] = Path(folder, "profile.json")

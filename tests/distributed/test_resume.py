@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint import finding
 from pipedream2bw.checkpoint import load as loading
 from pipedream2bw.checkpoint.commit import steps_in
 from pipedream2bw.checkpoint.folder import Folder
@@ -173,7 +172,7 @@ def other_folders(rank: int, world: int, folder: str) -> dict[str, Outcome]:
         with pd2.Checkpointer(folder, pipe, opt, every=1, preempt=()) as ckpt:
             train_and_save(pipe, opt, ckpt)
         read, holds = Folder.open, Folder.holds
-        finding._VISIBLE_SECONDS = 0.2
+        loading._VISIBLE_SECONDS = 0.2
         if rank == 1:
             Folder.holds = lambda *_: False  # type: ignore[method-assign,assignment]
         outcomes["not there"] = attempt(ckpt.resume)
@@ -283,8 +282,8 @@ def test_ranks_that_go_on_unpickle_each_others_messages_and_no_file(tmp_path: Pa
 OWN_CODE = 5
 
 AFTER_ITS_LAST = {
-    "resume, choosing": (finding, "on_first_rank"),
-    "resume, reading": (finding, "on_all_ranks"),
+    "resume, choosing": (loading, "on_first_rank"),
+    "resume, reading": (loading, "on_all_ranks"),
     "load, choosing": (loading, "Folder"),
     "load, reading": (loading, "on_all_ranks"),
 }

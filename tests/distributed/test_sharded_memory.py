@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import pipedream2bw as pd2
 from benchmarks.measuring.memory import resident_bytes
 from pipedream2bw.model.storages import return_freed_memory
-from pipedream2bw.optimizer.shares import is_cut
+from pipedream2bw.optimizer.shares import is_divided
 from tests.distributed.test_replica_sums import bytes_sent
 from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
@@ -105,7 +105,7 @@ def planned_and_held(rank: int, world: int) -> tuple[float, int, bool]:
         opt.step()
         pipe.flush()
         (report,), (stage,) = pipe.memory_report().values(), pipe.session.stages
-        cut = [is_cut(stage.weights, i) for i in range(len(stage.weights.trainable))]
+        cut = [is_divided(stage.weights, i) for i in range(len(stage.weights.trainable))]
     return plan.stages[0].state_bytes, report.masters + report.optimizer_state, any(cut)
 
 

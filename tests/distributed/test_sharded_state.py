@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
-from pipedream2bw.checkpoint import cut
+from pipedream2bw.checkpoint import snapshot
 from tests.references.oracle import Batch, Oracle
 from tests.runs.launch import in_turn, run_ranks
 from tests.samples.odd_optimizers import CountsInGroup
@@ -280,8 +280,8 @@ def loses_one(rank: int, world: int, folder: str) -> None:
         pipe.train_step(*batch.args, target=batch.target)
         opt.step()
         pipe.flush()
-        leaves = (lambda *_: os._exit(9)) if rank == world - 1 else cut.of_all_replicas
-        with mock.patch.object(cut, "of_all_replicas", leaves):
+        leaves = (lambda *_: os._exit(9)) if rank == world - 1 else snapshot.of_all_replicas
+        with mock.patch.object(snapshot, "of_all_replicas", leaves):
             start = time.monotonic()
             with pytest.raises(pd2.errors.PeerLost):
                 pd2.save(folder, pipe, opt).wait()

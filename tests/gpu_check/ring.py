@@ -11,7 +11,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from pipedream2bw.ranks import channels
-from pipedream2bw.ranks.device_rings import DeviceRing, make_device_ring
+from pipedream2bw.ranks.rings import DeviceRing, make_device_ring
 from tests.runs.trajectory import Trajectory, by_oracle
 from tests.samples.models import TASKS
 

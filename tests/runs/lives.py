@@ -19,7 +19,7 @@ from torch import nn
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint.commit import steps_in
 from pipedream2bw.checkpoint.folder import Folder
-from pipedream2bw.optimizer.shares import is_cut
+from pipedream2bw.optimizer.shares import is_divided
 from tests.runs.launch import RankResult, run_ranks
 from tests.samples.schedule_sizes import V_SHAPED
 
@@ -281,7 +281,7 @@ def live(rank: int, world: int, setting: Setting, life: Life, folder: str) -> di
         for key, value in of_one.items()
     }
     weights = [stage.weights for stage in pipe.session.stages]
-    cut = [n for each in weights for i, n in enumerate(each.trainable) if is_cut(each, i)]
+    cut = [n for each in weights for i, n in enumerate(each.trainable) if is_divided(each, i)]
     result = {
         "start": start,
         "cut": cut,

@@ -10,11 +10,10 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from ...ranks.channels import end_of_channel, make_ring
+from ...ranks.channels import end_of_channel
 from ...ranks.deadline import Deadline
-from ...ranks.device_groups import go_over_hosts
-from ...ranks.device_rings import ChannelEnds, make_device_ring
-from ...ranks.groups import new_group
+from ...ranks.groups import go_over_hosts, new_group
+from ...ranks.rings import ChannelEnds, make_device_ring, make_ring
 from .profile import Profile, ProfiledLinks
 from .timing import median_seconds
 

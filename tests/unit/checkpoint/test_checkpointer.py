@@ -23,9 +23,9 @@ import torch
 
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint.commit import CORRUPT, steps_in
-from pipedream2bw.checkpoint.cut import Cut, begin_cut
 from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder
 from pipedream2bw.checkpoint.frequency import Frequency
+from pipedream2bw.checkpoint.snapshot import Snapshot, begin_snapshot
 from pipedream2bw.checkpoint.tensor_file import TENSORS
 from pipedream2bw.errors import DamagedCheckpoint
 from tests.runs.launch import RankResult, run_ranks
@@ -416,14 +416,14 @@ def test_a_program_that_ends_once_its_state_is_copied_saves_it(tmp_path: Path) -
 def test_a_thread_that_has_written_keeps_nothing_of_what_it_wrote(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuts: list[weakref.ref[Cut]] = []
+    snapshots: list[weakref.ref[Snapshot]] = []
 
-    def begin(*args: Any, **options: Any) -> Cut:
-        cut = begin_cut(*args, **options)
-        cuts.append(weakref.ref(cut))
-        return cut
+    def begin(*args: Any, **options: Any) -> Snapshot:
+        snapshot = begin_snapshot(*args, **options)
+        snapshots.append(weakref.ref(snapshot))
+        return snapshot
 
-    monkeypatch.setattr("pipedream2bw.checkpoint.save.begin_cut", begin)
+    monkeypatch.setattr("pipedream2bw.checkpoint.save.begin_snapshot", begin)
     run = start()
     run.train(1)
     # Python's own list of threads may keep it like this up to the interpreter's end.
@@ -431,4 +431,4 @@ def test_a_thread_that_has_written_keeps_nothing_of_what_it_wrote(
     run.ckpt.close()
     thread.join(20)
     gc.collect()
-    assert [cut() for cut in cuts] == [None]
+    assert [snapshot() for snapshot in snapshots] == [None]

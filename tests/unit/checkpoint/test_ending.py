@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.copies import HostMemory
-from pipedream2bw.checkpoint.cut import Cut
+from pipedream2bw.checkpoint.snapshot import HostMemory, Snapshot
 
 X = torch.randn(8, 4)
 
@@ -81,11 +80,11 @@ def test_a_pipeline_that_ends_while_a_save_waits_frees_what_it_held(
         if thread.name == "pipedream2bw: checkpoint 1":
             thread.join(20)
     del saving
-    assert by_checkpointer or held(Cut) == held(HostMemory) == []
+    assert by_checkpointer or held(Snapshot) == held(HostMemory) == []
     if end != "drop":
         del trainer
     while session() is not None and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
     assert session() is None
-    assert held(Cut) == held(HostMemory) == []
+    assert held(Snapshot) == held(HostMemory) == []

@@ -169,7 +169,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
         return opened(self, *names, **options)
 
     monkeypatch.setattr(Folder, "open", broken)
-    monkeypatch.setattr("pipedream2bw.checkpoint.finding.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("pipedream2bw.checkpoint.load.time.sleep", lambda seconds: None)
     again = start(seed=2)
     assert again.ckpt.resume() == 1
     assert same(again.state(), states[1])
@@ -190,7 +190,7 @@ def test_what_is_read_only_after_a_while_is_read(
         return opened(self, *names, **options)
 
     monkeypatch.setattr(Folder, "open", slow)
-    monkeypatch.setattr("pipedream2bw.checkpoint.finding.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("pipedream2bw.checkpoint.load.time.sleep", lambda seconds: None)
     assert start(seed=2).ckpt.resume() == 2
 
 

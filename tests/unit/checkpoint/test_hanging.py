@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint import saving
+from pipedream2bw.checkpoint import writing
 from pipedream2bw.checkpoint.commit import steps_in
-from pipedream2bw.checkpoint.copies import HostMemory
 from pipedream2bw.checkpoint.folder import MANIFEST, Folder
-from pipedream2bw.checkpoint.importing import import_weights
+from pipedream2bw.checkpoint.other_formats import import_weights
+from pipedream2bw.checkpoint.snapshot import HostMemory
 from pipedream2bw.checkpoint.waiting import FolderCall
 from tests.runs.saved import saved
 from tests.unit.checkpoint.conftest import Hangs, Run, X
@@ -210,15 +210,15 @@ def test_a_run_that_is_stopped_ends_where_the_file_system_hangs(
 def test_all_saves_together_have_the_time_at_the_programs_end(
     run: Run, hang: Hangs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
 ) -> None:
-    monkeypatch.setattr(saving, "_ends_soon", weakref.WeakKeyDictionary())  # other tests' threads
+    monkeypatch.setattr(writing, "_ends_soon", weakref.WeakKeyDictionary())  # other tests' threads
     run.train(1)
     hang("make")
     for name in ("one", "two", "three"):
         pd2.save(tmp_path / name, run.pipe, run.opt)
     run.pipe.flush()
-    monkeypatch.setattr(saving, "_AT_EXIT_SECONDS", 1.0)
+    monkeypatch.setattr(writing, "_AT_EXIT_SECONDS", 1.0)
     begun = time.monotonic()
-    saving._finish_writing()
+    writing._finish_writing()
     assert 1.0 <= time.monotonic() - begun < 1.9
     assert caplog.text.count("was not saved: the program ended first") == 3
 

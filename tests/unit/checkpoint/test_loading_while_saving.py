@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.copies import HostMemory
+from pipedream2bw.checkpoint.snapshot import HostMemory
 from tests.unit.checkpoint.conftest import Hangs
 from tests.unit.checkpoint.trained_run import Trained, make_model, sgd
 

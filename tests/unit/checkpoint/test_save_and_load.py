@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import pipedream2bw as pd2
-from pipedream2bw.checkpoint.copies import HostMemory
 from pipedream2bw.checkpoint.folder import Folder
+from pipedream2bw.checkpoint.snapshot import HostMemory
 from tests.runs.saved import saved
 from tests.samples.models import TASKS
 from tests.unit.checkpoint.trained_run import (

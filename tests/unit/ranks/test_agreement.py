@@ -10,8 +10,8 @@ import pytest
 from pipedream2bw import _C
 from pipedream2bw.errors import PeerLost
 from pipedream2bw.ranks.agreement import ControlPlane, Operation
+from pipedream2bw.ranks.boards import finish
 from pipedream2bw.ranks.deadline import Deadline
-from pipedream2bw.ranks.row_exchange import finish
 
 
 class WorkOfOthers:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from pipedream2bw import _C
 from pipedream2bw.ranks.deadline import Deadline
-from pipedream2bw.ranks.device_groups import check_built
 from pipedream2bw.ranks.devices import (
     DeviceFacts,
     check_apart,
@@ -18,6 +17,7 @@ from pipedream2bw.ranks.devices import (
     check_sums,
     nccl_shares_devices,
 )
+from pipedream2bw.ranks.groups import check_built
 from pipedream2bw.ranks.joining import join_world
 
 FACTS = DeviceFacts(

@@ -1,0 +1,387 @@
+"""What a process saves of a pipeline and its optimizer, between two batches.
+
+Nobody waits for the stages to come to this point. Each one's state is copied when its update of the
+batch before has been made, by a thread of its own, and stays as it is until that is done: only the
+stage's next update changes it, a batch later. Buffers, and what modules keep beside them, are
+copied before the next batch's first forward. So the copies of all stages are of one point in the
+run, each taken at another time; what is under way between stages does not belong to it, as in
+Chandy and Lamport's snapshots (1985) of channels that are empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from concurrent.futures import Future, wait
+from copy import deepcopy
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import reworded
+from ..optimizer.shares import is_divided, of_all_replicas
+from ..optimizer.state_by_name import OptimizerSnapshot, OwnChanges, SharedState, StateByName
+from ..ranks.grid import RankGrid
+from ..runtime.discarding import TakenBack
+from ..runtime.extension import Extension
+from ..runtime.local_model import LocalModel
+from ..runtime.local_stages import LocalStage
+from ..runtime.session import Session
+from .encoding import encode
+
+_Name = TypeVar("_Name", bound=Hashable)
+
+MODEL, OPTIMIZER, RANK = "model", "optimizer", "rank"
+"""Kinds of files: the newest weights, the optimizers' state, what is each rank's own."""
+
+
+def buffer_prefix(pipeline: int) -> str:
+    """What is before the names of buffers, in a rank's own file."""
+    return "buffer/" if pipeline == 0 else f"buffer-of-pipeline-{pipeline}/"
+
+
+def older(age: int) -> str:
+    """The kind of file of weights that many versions older than the newest."""
+    return f"older-{age}"
+
+
+class HostMemory:
+    """Memory of the host for one copy of a process's state.
+
+    New pages cost the system about as much as copying to them: so they are kept. Tensors that share
+    their memory, as a stage's parameters do, are copied at once. Copies of a device's tensors are
+    page-locked, so that the device makes them while the host does something else.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def copy(
+        self, tensors: Mapping[_Name, torch.Tensor], place: Hashable
+    ) -> dict[_Name, torch.Tensor]:
+        """Copies tensors to the CPU, and waits until that is done; see :meth:`begin_copy`."""
+        copies, events = self.begin_copy(tensors, place)
+        wait_for(events)
+        return copies
+
+    def begin_copy(
+        self, tensors: Mapping[_Name, torch.Tensor], place: Hashable
+    ) -> tuple[dict[_Name, torch.Tensor], list[torch.Event]]:
+        """Begins to copy tensors to the CPU, in their devices' current streams.
+
+        Any thread may call it, and waits for nothing.
+
+        Args:
+            place: names these tensors among others of the same memory. What was copied there is
+                overwritten.
+
+        Returns:
+            The copies, and events after which they are there.
+        """
+        storages: dict[int, list[_Name]] = {}
+        for name, tensor in tensors.items():
+            storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+        copies: dict[_Name, torch.Tensor] = {}
+        for number, names in enumerate(storages.values()):
+            copies |= self._of_one_storage({n: tensors[n] for n in names}, (place, number))
+        events = []
+        for device in {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}:
+            events.append(torch.Event(device))
+            events[-1].record(torch.accelerator.current_stream(device))
+        return {name: copies[name] for name in tensors}, events
+
+    def _of_one_storage(
+        self, tensors: Mapping[_Name, torch.Tensor], place: Hashable
+    ) -> dict[_Name, torch.Tensor]:
+        storage = next(iter(tensors.values())).untyped_storage()
+        pinned = storage.device.type != "cpu"
+        if 2 * sum(tensor.nbytes for tensor in tensors.values()) < storage.nbytes():
+            return {  # a small part of something else
+                name: torch.empty_like(tensor, device="cpu", pin_memory=pinned).copy_(
+                    tensor.detach(), non_blocking=True
+                )
+                for name, tensor in tensors.items()
+            }
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        with self._lock:
+            memory = self._kept.get(place)
+            if memory is None or memory.numel() != source.numel():
+                memory = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=pinned)
+                self._kept[place] = memory
+        memory.copy_(source, non_blocking=True)
+        return {name: _view(memory, tensor) for name, tensor in tensors.items()}
+
+
+def wait_for(events: Iterable[torch.Event]) -> None:
+    """Waits until devices are done with what they were given before the events."""
+    for event in events:
+        event.synchronize()
+
+
+def _view(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    whole = memory.numel() - memory.numel() % like.element_size()
+    elements = memory[:whole].view(like.dtype)
+    return elements.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Snapshot(Extension):
+    """A process's part of the state, as it is copied.
+
+    Attributes:
+        batch: the number of the batch that follows.
+        written: when all is. Frozen weights are read where they are, and must not change before.
+        reads_frozen: whether there are any.
+        tensors: by kind of file and name.
+        numbers: what optimizers keep of a parameter beside tensors, by its name.
+        model_state: what this rank's modules gave as ``get_extra_state``, encoded, by their names.
+        refused: why a module's cannot be saved.
+        own_changes: what optimizers changed in their groups, by stage.
+        shared: what the optimizers share, when all stages have been copied.
+        copied: when all stages have been.
+        under_way: events after which devices have made their copies.
+    """
+
+    batch: int
+    written: Future[None]
+    reads_frozen: bool
+    tensors: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    model_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    refused: Exception | None = None
+    own_changes: dict[int, OwnChanges] = dataclasses.field(default_factory=dict)
+    shared: SharedState | None = None
+    copied: Future[None] = dataclasses.field(default_factory=Future)
+    under_way: list[torch.Event] = dataclasses.field(default_factory=list)
+
+    def add(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors.setdefault(kind, {}).update(tensors)
+
+    def before_load(self, seconds: float) -> None:
+        """Waits until frozen weights may change; TimeoutError if the save takes longer."""
+        if self.reads_frozen and wait([self.written], seconds).not_done:
+            raise TimeoutError(
+                f"load: a save under way has not ended within {seconds:g} s: it reads frozen "
+                "weights, which must not change until then"
+            )
+
+    def taken_back(self, taken: TakenBack) -> None:
+        """Ends without a copy if a batch before it has not been. All stages are idle.
+
+        The version that would be copied is not made then: no stage has copied it.
+        """
+        if self.batch > taken.batch and not self.copied.done():
+            cause = taken.error
+            text = (
+                f"batch {taken.batch} was discarded before batch {self.batch} was copied: {cause}"
+            )
+            self.copied.set_exception(reworded(cause, text))
+
+
+def begin_snapshot(
+    session: Session,
+    optimizer: OptimizerSnapshot | None,
+    memory: HostMemory,
+    written: Future[None],
+    *,
+    all_versions: bool,
+    in_model: Collection[str],
+) -> Snapshot:
+    """Begins to copy this process's part of the state; returns at once.
+
+    Args:
+        memory: for the copies.
+        written: when the save is done.
+        all_versions: whether versions older than the newest are copied too.
+        in_model: names of the buffers that are saved with the weights, too, as a ``state_dict`` is:
+            the first replica's.
+    """
+    stages, grid = list(session.stages), session.grid
+    snapshot = Snapshot(
+        batch=session.accumulation.num_updates,
+        written=written,
+        reads_frozen=any(stage.weights.frozen for stage in stages),
+    )
+    copiers = []
+    for stage in stages:
+        pipeline = grid.pipeline(stage.index)
+        oldest = snapshot.batch
+        if all_versions:
+            oldest = stage.executor.version_of_batch(stage.index, snapshot.batch)
+        copiers.append(
+            _StageCopier(
+                snapshot=snapshot,
+                stage=stage,
+                grid=grid,
+                memory=memory,
+                optimizer=optimizer,
+                oldest=oldest,
+                tied=session.local_model.tied_names(),
+                in_model=in_model,
+                model=session.local_model if pipeline == grid.replica == 0 else None,
+            )
+        )
+    versions = range(min(each.oldest for each in copiers), snapshot.batch + 1)
+    lock = threading.Lock()
+    left = 2 * len(stages)  # weights and buffers of each
+
+    def counted(copy: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            nonlocal left
+            try:
+                copy()
+                with lock:
+                    left -= 1
+                    if left == 0:
+                        if optimizer is not None:
+                            changes = snapshot.own_changes.values()
+                            snapshot.shared = optimizer.shared(changes, versions)
+                        snapshot.copied.set_result(None)
+            except BaseException as error:  # training goes on
+                with lock:
+                    if not snapshot.copied.done():
+                        snapshot.copied.set_exception(error)
+
+        return run
+
+    train_step = session.num_train_steps
+    for stage, copier in zip(stages, copiers, strict=True):
+        calls = stage.runner.calls
+        copy = calls.once(train_step, counted(copier.copy_weights))
+        stage.executor.submit_copy(stage=stage.index, version=snapshot.batch, copy=copy)
+        calls.before(train_step, counted(copier.copy_buffers))
+    session.extensions.add(snapshot)
+    return snapshot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _StageCopier:
+    """Copies a stage's part of a snapshot.
+
+    Attributes:
+        oldest: the oldest version that is copied.
+        tied: further names of parameters, and the first one of each.
+        in_model: as for :func:`begin_snapshot`.
+        model: is asked for what the stage's modules keep beside buffers; None: another process is.
+    """
+
+    snapshot: Snapshot
+    stage: LocalStage
+    grid: RankGrid
+    memory: HostMemory
+    optimizer: OptimizerSnapshot | None
+    oldest: int
+    tied: Mapping[str, str]
+    in_model: Collection[str]
+    model: LocalModel | None
+
+    def copy_weights(self) -> None:
+        """Copies versions, masters and the optimizers' state, when the update has been made."""
+        snapshot, optimizer, batch = self.snapshot, self.optimizer, self.snapshot.batch
+        weights, engine = self.stage.weights, self.stage.weights.engine
+        mine = self._names_saved_here()
+        saved_as = {name: self.tied.get(name, name) for name in mine}
+        live: dict[tuple[str, str], torch.Tensor] = {}
+        for i, name in enumerate(weights.trainable):
+            if name in mine:
+                live[MODEL, saved_as[name]] = engine.master(engine.slot_of(batch), i)
+                for version in range(self.oldest, batch):
+                    weight = engine.weight(engine.slot_of(version), i)
+                    live[older(batch - version), saved_as[name]] = weight
+        states: StateByName = {}
+        if optimizer is not None:  # now: when the last stage is copied, this one may have gone on
+            states = optimizer.of_stage(weights)
+            snapshot.own_changes[self.stage.index] = optimizer.own_changes(weights)
+        for name, whole in self._divided(states).items():
+            master = whole.pop(MODEL, None)
+            if name in mine and master is not None:
+                live[MODEL, saved_as[name]] = master
+            if name in states:
+                states[name] = whole
+        for name in mine.intersection(states):
+            for key, value in states[name].items():
+                if isinstance(value, torch.Tensor):
+                    live[OPTIMIZER, f"{saved_as[name]}/{key}"] = value
+                else:
+                    kept = snapshot.numbers.setdefault(saved_as[name], {})
+                    kept[key] = deepcopy(value)  # a list of tensors, which the next step changes
+        copies = self.memory.copy(live, ("weights", self.stage.index))
+        for (kind, name), tensor in copies.items():
+            snapshot.add(kind, {name: tensor})
+        # Only a load writes to frozen weights, and waits for the save.
+        frozen = {saved_as[n]: p.detach() for n, p in weights.frozen.items() if n in mine}
+        snapshot.add(MODEL, frozen)
+
+    def _names_saved_here(self) -> set[str]:
+        """The names of the stage's parameters that this process saves.
+
+        The processes that hold a stage share them out, as their optimizers do if these have shares;
+        of two pipelines the first one's save all.
+        """
+        weights, grid = self.stage.weights, self.grid
+        counted = [name for name in weights.in_root if weights.counts(name)]
+        mine = set(counted[grid.replica :: grid.width])
+        if grid.pipeline(self.stage.index) != 0:
+            mine = set()
+        if weights.engine.is_shared:
+            mine -= weights.trainable.keys()
+            owned = [name for i, name in enumerate(weights.trainable) if weights.engine.leads(i)]
+            mine |= set(owned).intersection(counted)
+        return mine
+
+    def _divided(self, states: StateByName) -> StateByName:
+        """What several replicas have elements of, whole: states, and masters as ``MODEL``.
+
+        All replicas copy the same versions, in one order.
+        """
+        weights, engine = self.stage.weights, self.stage.weights.engine
+        divided = [(i, name) for i, name in enumerate(weights.trainable) if is_divided(weights, i)]
+        if not divided:
+            return {}
+        group = self.grid.savers(self.stage.index)
+        mine: StateByName = {}
+        for i, name in divided:
+            for rank, begin, count in engine.owners(i):
+                if rank == group.rank():
+                    mine[name] = dict(states.get(name, {}))
+                    if engine.hides_master(i):
+                        master = engine.master(engine.slot_of(self.snapshot.batch), i)
+                        mine[name][MODEL] = master.as_strided((count,), (1,), begin)
+        on_host = {
+            name: {k: v.to("cpu") if isinstance(v, torch.Tensor) else v for k, v in of.items()}
+            for name, of in mine.items()
+        }
+        return of_all_replicas(weights, on_host, group, self.grid.deadline)
+
+    def copy_buffers(self) -> None:
+        """Copies buffers, and what modules keep beside them, before the next batch's forward."""
+        snapshot, index = self.snapshot, self.stage.index
+        pipeline = self.grid.pipeline(index)
+        copies = self._begin_copy(self.stage.weights.named_buffers(), "buffers")
+        snapshot.add(RANK, {buffer_prefix(pipeline) + n: copy for n, copy in copies.items()})
+        if pipeline == 0:
+            snapshot.add(MODEL, {name: copies[name] for name in copies if name in self.in_model})
+        if self.model is None:
+            return
+        try:
+            kept: dict[str, torch.Tensor] = {}
+            state = self.model.extra_state(index)
+            snapshot.model_state.update(encode(state, f"stage{index}/model_state", kept))
+            # Their owners go on changing them.
+            detached = {name: tensor.detach() for name, tensor in kept.items()}
+            snapshot.add(RANK, self._begin_copy(detached, "model_state"))
+        except Exception as error:  # of the user's code: told when the stage's part is written
+            snapshot.refused = error
+
+    def _begin_copy(
+        self, tensors: Mapping[str, torch.Tensor], place: str
+    ) -> dict[str, torch.Tensor]:
+        """Copies before what the stage's stream is given next, which may write to the tensors.
+
+        The stream's thread does not wait.
+        """
+        copies, events = self.memory.begin_copy(tensors, (place, self.stage.index))
+        self.snapshot.under_way += events
+        return copies
