@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ... import _C
-from ...checks import check_bool, check_number, check_whole_number
+from ...checks import check_number, check_whole_number
 from ...units import parse_bytes
 from ..profiling.profile import Profile
 from .calibration import Calibration
@@ -94,22 +94,6 @@ def check_precision(profile: Profile, precision: str | None) -> None:
             f"{', '.join(sorted(dtypes))}: it must be profiled in {dtype}: profile "
             f"model.{convert}()"
         )
-
-
-def check_shard_state(shard_state: object, optimizer_device: object) -> bool:
-    """Returns whether replicas share out their optimizers' state.
-
-    Raises:
-        TypeError: it is no bool.
-        ValueError: they cannot.
-    """
-    is_shared = check_bool("shard_state", shard_state)
-    if is_shared and optimizer_device is not None:
-        raise ValueError(
-            f"shard_state: True, optimizer_device: {str(optimizer_device)!r}: replicas share out "
-            "what is where the stages are: it must be None"
-        )
-    return is_shared
 
 
 def with_one_pipeline(names: Sequence[str], *, are_named: bool) -> list[str]:

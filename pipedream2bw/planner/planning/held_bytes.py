@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...checks import check_bool
-from ...model.precision import check_gradient_dtype
-
 
 class PerTrainedByte(NamedTuple):
     """Bytes of one copy of a stage, for each byte of one version of what it trains.
@@ -25,7 +22,7 @@ class PerTrainedByte(NamedTuple):
 def per_trained_byte(
     optimizer: object, precision: object, split_master: object, gradient_dtype: object
 ) -> PerTrainedByte:
-    """Returns the bytes for arguments of :func:`plan`.
+    """Returns the bytes for arguments of :func:`plan`, of which all but the first are checked.
 
     Raises:
         TypeError, ValueError: naming the argument and the rule.
@@ -35,12 +32,6 @@ def per_trained_byte(
         raise TypeError(f"optimizer: {optimizer!r} given, it must be a name")
     if optimizer not in states:
         raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
-    if precision not in (None, "fp32", "bf16", "fp16"):
-        raise ValueError(f"precision: {precision!r}, known: None, 'bf16', 'fp16', 'fp32'")
-    check_bool("split_master", split_master)
-    if split_master and precision != "bf16":
-        raise ValueError(f"split_master: True, precision: {precision!r}: it needs 'bf16'")
-    check_gradient_dtype(gradient_dtype, precision)
     if precision in (None, "fp32"):
         return PerTrainedByte(gradient=1.0, state=states[optimizer], stepped=1.0)
     # Float32 beside weights of 16 bits: twice the bytes; a split master has the other 16 bits.

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ... import _C
-from ...checks import check_bool, check_optimizer_device, check_whole_number
+from ...checks import check_bool, check_whole_number
 from ...json_document import given_or_loaded
+from ...optimizer.options import EXCLUSIONS as OPTIMIZER_EXCLUSIONS
+from ...optimizer.options import OptimizerOptions
+from ...options import EXCLUSIONS, Options
+from ...rules import among, check_values, refuse
 from ...units import parse_bytes
 from .arguments import (
     check_objective,
-    check_shard_state,
     checked_names,
     chunks_to_try,
     with_one_pipeline,
@@ -31,6 +34,9 @@ SCHEDULES = (
     "chimera",
 )
 """The default choices: without gpipe, which keeps more than 1f1b, and 2bw_eager."""
+
+
+_OPTIONS = ("precision", "split_master", "gradient_dtype", "optimizer_device", "shard_state")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,13 +93,16 @@ class Wanted:
         )
         check_bool("unequal_replicas", given["unequal_replicas"])
         optimizer, device = given["optimizer"], given["optimizer_device"]
+        options = {name: given[name] for name in _OPTIONS}
+        check_values(Options, options)
+        check_values(OptimizerOptions, options)
+        refuse(among((*EXCLUSIONS, *OPTIMIZER_EXCLUSIONS), options), options)
         held = per_trained_byte(
             optimizer, given["precision"], given["split_master"], given["gradient_dtype"]
         )
-        if check_shard_state(given["shard_state"], device):
+        if given["shard_state"]:
             names = with_one_pipeline(names, are_named=tuple(names) != SCHEDULES)
         if device is not None:
-            check_optimizer_device(device)
             optimizer, held = f"{optimizer} on host", held._replace(state=0.0)
         return cls(
             bytes_per_device=bytes_per_device,
