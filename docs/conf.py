@@ -7,9 +7,11 @@ root of the sources is the repository, and links between files are the same ther
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from docutils import nodes
@@ -17,7 +19,10 @@ from docutils.parsers.rst import Directive, directives
 from sphinx.application import Sphinx
 
 import pipedream2bw as pd2
+from pipedream2bw import extras, options
 from pipedream2bw.__main__ import main
+from pipedream2bw.optimizer import options as optimizer_options
+from pipedream2bw.rules import shown
 from pipedream2bw.schedules.small_picture import timeline_html
 
 os.environ |= {"COLUMNS": "90", "NO_COLOR": "1"}  # for the commands' help
@@ -116,6 +121,75 @@ class CommandHelp(Directive):
         return [nodes.literal_block(printed.getvalue(), printed.getvalue(), language="text")]
 
 
+def table(rows: Sequence[Sequence[str]], code: Collection[int] = ()) -> nodes.table:
+    """A table whose first row is its head; ``code``: the columns whose cells are code."""
+
+    def cell(text: str, is_code: bool) -> nodes.entry:
+        inline = nodes.literal(text=text) if is_code and text else nodes.Text(text)
+        return nodes.entry("", nodes.paragraph("", "", inline))
+
+    columns = range(len(rows[0]))
+    head = nodes.row("", *(cell(text, False) for text in rows[0]))
+    body = [
+        nodes.row("", *(cell(text, column in code) for column, text in enumerate(row)))
+        for row in rows[1:]
+    ]
+    group = nodes.tgroup("", *(nodes.colspec(colwidth=1) for _ in columns), cols=len(columns))
+    group += [nodes.thead("", head), nodes.tbody("", *body)]
+    return nodes.table("", group)
+
+
+OPTION_TABLES = {
+    "PipelineModule": options.Options,
+    "PipelineOptimizer": optimizer_options.OptimizerOptions,
+}
+
+
+class Options(Directive):
+    """A table of the options of a class, by the name of their own class."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        rows = [("option", "what it may be", "default", "same on all ranks", "in checkpoints")]
+        for field in dataclasses.fields(OPTION_TABLES[self.arguments[0]]):
+            kind, default = field.metadata["kind"], field.default
+            told = str(field.type).replace("object", "Any") if kind is None else kind.words
+            marks = ["x" if field.metadata[each] else "" for each in ("agreed", "saved")]
+            rows.append((field.name, told, shown(default), *marks))
+        return [table(rows, code=(0, 1, 2))]
+
+
+class Exclusions(Directive):
+    """What does not go together: a matrix of numbers, and below it the rule of each number."""
+
+    def run(self) -> list[nodes.Node]:
+        kinds: list[type[pd2.Extension]] = [pd2.Extension]
+        assert extras  # whose extensions bring their own
+        for kind in kinds:  # which grows
+            kinds += kind.__subclasses__()
+        rules = [
+            *options.PLANNED_EXCLUSIONS,
+            *options.EXCLUSIONS,
+            *optimizer_options.EXCLUSIONS,
+            *(rule for kind in kinds for rule in kind.excludes),
+        ]
+        names = sorted({name for rule in rules for name in rule.values})
+        matrix = [["", *names]]
+        for one in names:
+            cells = [
+                [str(i) for i, rule in enumerate(rules, 1) if {one, other} <= rule.values.keys()]
+                for other in names
+            ]
+            marks = ["" if names[i] == one else ", ".join(cell) for i, cell in enumerate(cells)]
+            matrix.append([one, *marks])
+        listed = [("", "what", "why", "what to do")]
+        for number, rule in enumerate(rules, 1):
+            what = ", ".join(f"{name}: {values.words}" for name, values in rule.values.items())
+            listed.append((str(number), what, rule.why, rule.instead))
+        return [table(matrix, code=(0,)), table(listed, code=(1,))]
+
+
 def find_public_name(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
     """Resolves what docstrings call by a name that ``pipedream2bw`` or ``errors`` has."""
     domain, last = env.get_domain("py"), node.get("reftarget", "").rpartition(".")[2]
@@ -146,4 +220,6 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", after_napoleon, priority=600)
     app.add_directive("simulated", Simulated)
     app.add_directive("command-help", CommandHelp)
+    app.add_directive("options", Options)
+    app.add_directive("exclusions", Exclusions)
     app.connect("missing-reference", find_public_name)

@@ -1,12 +1,10 @@
-"""Checks of numbers, bools and devices that callers give."""
+"""Checks of numbers and bools that callers give."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
-
-import torch
 
 
 def check_bool(name: str, value: object) -> bool:
@@ -43,9 +41,13 @@ def check_number(
         value <= sys.float_info.max if below == math.inf else value < below
     )
     if is_low or is_high:
-        rule = f"> {above:g}" if at_least is None else f">= {at_least:g}"
-        rule += {None: "", math.inf: " and finite"}.get(below, f" and < {below}")
-        raise ValueError(f"{name}: {value}, it must be {rule}")
+        raise ValueError(f"{name}: {value}, it must be {bounds(above, at_least, below)}")
+
+
+def bounds(above: float = 0.0, at_least: float | None = None, below: float | None = None) -> str:
+    """Says in words within which bounds :func:`check_number` wants a number."""
+    rule = f"> {above:g}" if at_least is None else f">= {at_least:g}"
+    return rule + {None: "", math.inf: " and finite"}.get(below, f" and < {below}")
 
 
 def check_whole_number(
@@ -80,13 +82,3 @@ def check_microbatches_of_replicas(given: Sequence[object], width: int) -> tuple
             "for all"
         )
     return tuple(given)  # type: ignore[arg-type]
-
-
-def check_optimizer_device(device: object) -> None:
-    """Raises ValueError or TypeError unless optimizers may work there."""
-    if not isinstance(device, (str, torch.device)):
-        raise TypeError(f"optimizer_device: {device!r} given, it must be a device or None")
-    if str(device) != "cpu":
-        raise ValueError(
-            f"optimizer_device: {str(device)!r}, known: 'cpu', and None for each stage's own"
-        )

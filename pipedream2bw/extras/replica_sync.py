@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ..checks import check_whole_number
 from ..ranks.agreement import Announcement, Operation
+from ..rules import exclusions
 from ..runtime.extension import Extension, HeldBytes, Kept, Update
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
@@ -68,6 +69,23 @@ class ReplicaSync(Extension):
     """
 
     name = "replica_sync"
+    excludes = exclusions(
+        """
+replica_sync: given, shard_state: True |
+    replicas of one site then lack masters that an exchange steps => leave out one of them
+replica_sync: given, optimizer_device: given |
+    weights are stepped where the exchange does not reach them => it must be None
+replica_sync: given, split_master: True |
+    an exchange steps whole masters => it must be False
+replica_sync: given, loss_scale: given |
+    a batch that overflows on one site makes no step there => train in 'bf16', which needs none
+replica_sync: given, staleness: a correction |
+    it corrects steps by the one before, which anchors replace => LearningRateDiscount goes with it
+replica_sync: given, schedule: of two pipelines |
+    the copies of a stage would exchange apart => choose a schedule of one pipeline
+""",
+        {"a correction": lambda remedies: remedies.correction is not None},
+    )
 
     def __init__(
         self,
@@ -112,38 +130,8 @@ class ReplicaSync(Extension):
             )
         if self._session() is not None:
             raise ValueError(f"{what}: given to 2 PipelineOptimizers, it belongs to 1")
-        of_stages, schedule = session.stages.options, session.schedule
-        refused: dict[str, tuple[object, str]] = {
-            "shard_state": (
-                options["shard_state"],
-                "replicas of one site then lack masters that an exchange steps",
-            ),
-            "optimizer_device": (
-                '"cpu"' if of_stages.optimizer_on_host else None,
-                "weights are stepped where the exchange does not reach them",
-            ),
-            "split_master": (
-                of_stages.precision.split_master, "an exchange steps whole masters"
-            ),
-            "loss_scale": (
-                options["loss_scale"], "a batch that overflows on one site makes no step there"
-            ),
-            "staleness": (
-                options["staleness"].correction,
-                "it corrects steps by the one before, which anchors replace",
-            ),
-        }  # fmt: skip
-        for name, (value, why) in refused.items():
-            if value:
-                raise ValueError(f"{what}: every: {self.every}, {name}: {value}: {why}")
-        if schedule.num_pipelines > 1:
-            raise ValueError(
-                f"{what}: every: {self.every}, schedule {schedule.name!r} has "
-                f"{schedule.num_pipelines} pipelines, whose copies of a stage would exchange "
-                "apart: it must have 1"
-            )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"every: {self.every}"
 
     def settings(self) -> dict[str, Any]:

@@ -13,28 +13,6 @@ from ..errors import WrongLossError, WrongLossTypeError
 Metric = Callable[[Any, Any], torch.Tensor | float]
 
 
-def check_metrics(metrics: object) -> dict[str, Metric]:
-    """Returns the metrics in the given order.
-
-    Raises:
-        TypeError: ``metrics`` is no mapping from names to functions.
-    """
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"metrics: {type(metrics).__name__} given, it must be a dict of names and functions"
-        )
-    for name, function in metrics.items():
-        if not isinstance(name, str):
-            raise TypeError(f"metrics: name {name!r} given, it must be a string")
-        if not callable(function):
-            raise TypeError(
-                f"metrics[{name!r}]: {type(function).__name__} given, it must be callable"
-            )
-    return dict(metrics)
-
-
 @torch.no_grad()
 def measure(
     metrics: Mapping[str, Metric], output: Any, target: Any, share: float, device: torch.device

@@ -11,11 +11,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from ..checks import check_bool
+from ..options import Options
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-_AUTOCAST_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Precision:
@@ -23,32 +21,20 @@ class Precision:
 
     Args:
         root: the model.
-        precision, split_master, gradient_dtype, autocast: see :class:`PipelineModule`.
+        options: checked.
         device_type: the type of the model's device.
 
     Raises:
-        ValueError, TypeError: naming the setting, the rule and the value.
+        ValueError: the device, or a parameter, does not go with the precision.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        *,
-        precision: object,
-        split_master: object,
-        gradient_dtype: object,
-        autocast: object,
-        device_type: str,
-    ) -> None:
-        _check_precision(precision, split_master)
-        check_gradient_dtype(gradient_dtype, precision)
-        _check_autocast(autocast, device_type)
-        self.dtype = None if precision is None else _DTYPES[str(precision)]
-        if self.dtype is not None:
-            _check_device(str(precision), self.dtype, device_type)
-        self.split_master = bool(split_master)
-        self.gradient_dtype = gradient_dtype if isinstance(gradient_dtype, torch.dtype) else None
-        self._autocast = autocast if isinstance(autocast, torch.dtype) else None
+    def __init__(self, root: nn.Module, options: Options, device_type: str) -> None:
+        precision = options.precision
+        self.dtype = None if precision is None else _DTYPES[precision]
+        if precision is not None:
+            _check_device(precision, _DTYPES[precision], device_type)
+        self.split_master, self.gradient_dtype = options.split_master, options.gradient_dtype
+        self._autocast = options.autocast
         self._root = root
         self._parameters = {
             name: dtype
@@ -157,37 +143,6 @@ def _named(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from root.named_buffers()
 
 
-def _check_precision(precision: object, split_master: object) -> None:
-    if precision is not None and not isinstance(precision, str):
-        raise TypeError(f"precision: {precision!r} given, it must be a str or None")
-    if precision is not None and precision not in _DTYPES:
-        known = ", ".join(map(repr, _DTYPES))
-        raise ValueError(f"precision: {precision!r}, known: {known}")
-    check_bool("split_master", split_master)
-    if split_master and precision != "bf16":
-        raise ValueError(
-            f"split_master: True, precision: {precision!r}: it must be 'bf16', whose 16 bits are "
-            "the upper half of float32"
-        )
-
-
-def check_gradient_dtype(gradient_dtype: object, precision: object) -> None:
-    """Raises ValueError or TypeError unless gradients can be added up in it."""
-    if gradient_dtype is None:
-        return
-    if not isinstance(gradient_dtype, torch.dtype):
-        raise TypeError(
-            f"gradient_dtype: {gradient_dtype!r} given, it must be a torch.dtype or None"
-        )
-    if gradient_dtype != torch.bfloat16:
-        raise ValueError(f"gradient_dtype: {gradient_dtype}, known: torch.bfloat16, None")
-    if precision != "bf16":
-        raise ValueError(
-            f"gradient_dtype: {gradient_dtype}, precision: {precision!r}: it must be 'bf16', "
-            "whose weights are of that dtype, beside float32 masters"
-        )
-
-
 def _check_device(precision: str, dtype: torch.dtype, device_type: str) -> None:
     """Tries what every model needs; torch does not report which other operators it has."""
     try:
@@ -199,15 +154,3 @@ def _check_device(precision: str, dtype: torch.dtype, device_type: str) -> None:
             f"precision: {precision!r}, device: {device_type}: torch cannot multiply matrices of "
             f"{dtype} there: {error}"
         ) from error
-
-
-def _check_autocast(autocast: object, device_type: str) -> None:
-    if autocast is None:
-        return
-    if not isinstance(autocast, torch.dtype):
-        raise TypeError(f"autocast: {autocast!r} given, it must be a torch.dtype or None")
-    if autocast not in _AUTOCAST_DTYPES:
-        known = " and ".join(map(str, _AUTOCAST_DTYPES))
-        raise ValueError(f"autocast: {autocast}, known: {known}")
-    if not torch.amp.is_autocast_available(device_type):
-        raise ValueError(f"autocast: {autocast}, device: {device_type}: torch has none there")

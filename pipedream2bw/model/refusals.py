@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -83,17 +83,6 @@ def refuse_valueless(root: nn.Module) -> None:
                     f"module {name!r}: a tensor of shape {tuple(tensor.shape)} on meta is neither "
                     f"parameter nor buffer, so no checkpoint has its values: {how}"
                 )
-
-
-def check_example(args: object, kwargs: object) -> None:
-    """Raises TypeError unless the example's arguments are a tuple and a mapping."""
-    if not isinstance(args, (tuple, list)):  # a tensor would be taken apart into its rows
-        raise TypeError(
-            f"example_args: {type(args).__name__} given, it must be a tuple of the positional "
-            "arguments: (x,) for one"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"example_kwargs: {type(kwargs).__name__} given, it must be a dict")
 
 
 def _refuse_module(name: str, module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,20 +10,16 @@ import torch
 from torch import nn
 
 from ..ranks.agreement import Announcement, Operation
-from ..runtime.extension import RESERVED, Extension, saved_by
+from ..rules import check_values, refuse, settings
+from ..runtime.extension import HOOKS, RESERVED, Extension, saved_by
 from ..runtime.session import Session, open_sessions
-from .clipping import Clipping
-from .fused import fused_kind, parameters_of
-from .shares import check_shares
-from .staleness import NesterovCorrection, Remedies
+from .fused import parameters_of
+from .options import EXCLUSIONS, OptimizerOptions, Stepping
+from .staleness import Remedies
 
 
 def agreed_session_of(
-    optimizers: Sequence[torch.optim.Optimizer],
-    clipping: Clipping,
-    remedies: Remedies,
-    extensions: Mapping[str, Extension],
-    shard_state: bool,
+    optimizers: Sequence[torch.optim.Optimizer], options: OptimizerOptions
 ) -> Session:
     """The pipeline whose parameters the optimizers hold; raises on all of its ranks or on none."""
     error: Exception | None = None
@@ -33,20 +28,15 @@ def agreed_session_of(
         _check_kinds(optimizers)
         session = _session_of(optimizers)
         _check_parameters(session, optimizers)
-        _check_masters(session, optimizers)
-        _check_on_host(session, optimizers, remedies)
-        clipping.check(session)
-        remedies.check(session, optimizers, scales_loss=clipping.loss_scale is not None)
-        if not isinstance(shard_state, bool):
-            raise TypeError(
-                f"shard_state: {type(shard_state).__name__} given, it must be True or False"
-            )
-        if shard_state:
-            check_shares(session, optimizers, remedies)
+        check_values(OptimizerOptions, vars(options))
+        extensions = options.all_extensions()
         _check_extensions(extensions)
-        options = {**vars(clipping), "staleness": remedies, "shard_state": shard_state}
+        given = {**vars(options), "staleness": Remedies(options.staleness)}
+        _check_rules(session, optimizers, given, list(extensions.values()))
+        if options.needs_norm:
+            session.schedule.check_global_updates()
         for extension in extensions.values():
-            extension.check(session, options)
+            extension.check(session, given)
     except (ValueError, TypeError) as raised:
         error = raised
         candidates = open_sessions() if session is None else [session]
@@ -62,16 +52,54 @@ def agreed_session_of(
     with session.ending.failing_closes():
         session.agree(Operation.new_optimizer, session.num_train_steps, announce)
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        settings = {"optimizer": kinds, **dataclasses.asdict(clipping), **remedies.settings()}
-        settings["shard_state"] = shard_state
-        settings["extensions"] = [
+        same = {"optimizer": kinds, **settings(options)}
+        same["staleness"] = str(Remedies(options.staleness))  # one, or a list of it
+        same["extensions"] = [
             (type(each).__name__, each.name, saved_by(each) is not None)
             for each in extensions.values()
         ]
         for extension in extensions.values():
-            settings |= extension.settings()
-        session.control.agree_on_objects(None, settings)
+            same |= extension.settings()
+        session.control.agree_on_objects(None, same)
     return session
+
+
+def _check_rules(
+    session: Session,
+    optimizers: Sequence[torch.optim.Optimizer],
+    given: Mapping[str, Any],
+    extensions: Sequence[Extension],
+) -> None:
+    """Raises ValueError or TypeError, naming the rule and the values.
+
+    On every device alike, so that what a CPU accepts works elsewhere.
+    """
+    facts = {
+        **session.facts,
+        **given,
+        "tied parameters": [
+            name
+            for stage in session.stages
+            for name in stage.weights.trainable
+            if len(stage.weights.stages_of(name)) > 1
+        ],
+    }
+    for each in stepping(session, optimizers):
+        refuse(EXCLUSIONS, {**facts, "optimizer": each})
+        for extension in (*session.extensions.at(HOOKS), *extensions):
+            refuse(extension.excludes, {**facts, "optimizer": each, extension.name: extension})
+
+
+def stepping(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> list[Stepping]:
+    """The optimizers, with the dtypes of this process's parameters that they step."""
+    dtypes: dict[int, torch.dtype] = {}  # by parameter
+    for stage in session.stages:
+        keys = map(id, stage.weights.originals)
+        dtypes.update(zip(keys, stage.weights.stepped_dtypes(), strict=True))
+    return [
+        Stepping(each, [dtypes[id(p)] for p in parameters_of(each) if id(p) in dtypes])
+        for each in optimizers
+    ]
 
 
 def _check_extensions(extensions: Mapping[str, Extension]) -> None:
@@ -192,49 +220,6 @@ def _check_parameters(session: Session, optimizers: Sequence[torch.optim.Optimiz
             f"trainable parameters of the pipeline: {len(trainable)}, missing in {everyone}: "
             f"{len(missing)} ({', '.join(missing[:5])}): set requires_grad=False before building "
             "the pipeline to train without them"
-        )
-
-
-def _check_masters(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        if session.stages.options.precision.split_master and fused_kind(optimizer, ()) is None:
-            raise TypeError(
-                f"split_master: True, optimizer: {type(optimizer).__name__}, whose step() needs "
-                "whole masters: it must be SGD, Adam or AdamW, neither capturable nor "
-                "differentiable, with betas and eps that are numbers"
-            )
-
-
-def _check_on_host(
-    session: Session, optimizers: Sequence[torch.optim.Optimizer], remedies: Remedies
-) -> None:
-    """Refuses optimizers that cannot work on the host, if they are to.
-
-    On every device alike, so that what a CPU accepts works elsewhere.
-    """
-    if not session.stages.options.optimizer_on_host:
-        return
-    dtypes = {
-        id(original): dtype
-        for stage in session.stages
-        for original, dtype in zip(
-            stage.weights.originals, stage.weights.stepped_dtypes(), strict=True
-        )
-    }
-    for optimizer in optimizers:
-        mine = {dtypes[id(p)] for p in parameters_of(optimizer) if id(p) in dtypes}
-        if fused_kind(optimizer, mine) is None:
-            raise ValueError(
-                f'optimizer_device: "cpu", optimizer: {type(optimizer).__name__} of '
-                f"{', '.join(map(str, mine))}: on the host one fused pass steps: it must be SGD, "
-                "Adam or AdamW of float32 or float64, neither capturable nor differentiable, with "
-                "betas and eps that are numbers"
-            )
-    if isinstance(remedies.correction, NesterovCorrection):
-        raise ValueError(
-            f'optimizer_device: "cpu", staleness: {remedies.correction}: its steps are corrected '
-            "where the stage is: it must be a LearningRateDiscount or an ErrorFeedback, or "
-            "optimizer_device None"
         )
 
 

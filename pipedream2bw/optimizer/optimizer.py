@@ -15,20 +15,20 @@ from ..runtime.discarding import TakenBack
 from ..runtime.extension import OPTIMIZER, Extension, Kept, Update, joined, parted, saved_by
 from ..runtime.local_stages import LocalStage
 from ..runtime.stage_weights import StageWeights
-from .checks import agreed_session_of, common_defaults
-from .clipping import Clipping, GradNorm
+from .checks import agreed_session_of, common_defaults, stepping
+from .clipping import GradNorm, install_clipping
 from .delay_warning import warn_of_delay
 from .fused import (
     Holder,
     fused_kind,
     fused_options,
     load_states,
-    parameters_of,
     set_fused,
     show_states,
     take_states,
 )
 from .loss_scale import LossScale, NewestScale
+from .options import OptimizerOptions
 from .own_step import (
     StageStepper,
     changes,
@@ -116,31 +116,24 @@ class PipelineOptimizer(torch.optim.Optimizer):
         extensions: Sequence[Extension] = (),
         shard_state: bool = False,
     ) -> None:
-        clipping = Clipping(
-            max_grad_norm=max_grad_norm,
-            norm_type=norm_type,
-            clip_grad_value=clip_grad_value,
-            loss_scale=loss_scale,
+        given = locals()
+        options = OptimizerOptions(
+            **{name: given[name] for name in OptimizerOptions.__annotations__}
         )
+        session = agreed_session_of(optimizers, options)
         remedies = Remedies(staleness)
-        if not isinstance(extensions, Sequence):
-            raise TypeError(
-                f"extensions: {type(extensions).__name__} given, it must be a list of extensions"
-            )
-        given = {} if replica_sync is None else {"replica_sync": replica_sync}
-        given |= {f"extensions[{number}]": each for number, each in enumerate(extensions)}
-        session = agreed_session_of(optimizers, clipping, remedies, given, shard_state)
         self._session, self._shard_state = session, shard_state
         self._remedies = remedies
         self._step_remedies = StepRemedies(
-            remedies, session.schedule.delay, session.stages.options.warmup_batches
+            remedies, session.schedule.delay, session.stages.options.given.warmup_batches
         )
-        self.extensions: Sequence[Extension] = (self._step_remedies, *given.values())
+        given_extensions = options.all_extensions().values()
+        self.extensions: Sequence[Extension] = (self._step_remedies, *given_extensions)
         self.replica_sync = replica_sync
         self._charge = _Charge(self)
         with session.ending.failing_closes():
             session.drain()  # updates that were registered are the former optimizer's
-            self._norm, self._scale = clipping.install(session, shard_state=shard_state)
+            self._norm, self._scale = install_clipping(session, options)
         self._measures = max_grad_norm is not None
         self._grad_norm: GradNorm | None = None
         self._first_step = -1 if any(any(o.state.values()) for o in optimizers) else None  # a batch
@@ -149,12 +142,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizers
         self.defaults = common_defaults(optimizers)
         self._weights = [stage.weights for stage in session.stages]
-        dtypes: dict[int, torch.dtype] = {}  # by parameter
-        for weights in self._weights:
-            dtypes.update(zip(map(id, weights.originals), weights.stepped_dtypes(), strict=True))
         self._kinds = [
-            fused_kind(each, [dtypes[id(p)] for p in parameters_of(each) if id(p) in dtypes])
-            for each in optimizers
+            fused_kind(each.optimizer, each.dtypes) for each in stepping(session, optimizers)
         ]
         self._share()
         if shard_state:
@@ -169,7 +158,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
         with session.ending.failing_closes():
-            for extension in given.values():
+            for extension in given_extensions:
                 extension.join(session)
         warn_of_delay(session, optimizers, remedies, stacklevel=2)
 

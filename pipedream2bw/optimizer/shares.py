@@ -11,62 +11,9 @@ import torch.distributed as dist
 
 from ..ranks.deadline import Deadline
 from ..ranks.groups import broadcast
-from ..runtime.comm_hook import has_hooks
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .fused import parameters_of
-from .staleness import NesterovCorrection, Remedies
-
-_EACH_BY_ITSELF = (
-    torch.optim.Adadelta,
-    torch.optim.Adafactor,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.Muon,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
-"""torch's optimizers, which step each parameter as if it were the only one."""
-
-
-def check_shares(
-    session: Session, optimizers: Sequence[torch.optim.Optimizer], remedies: Remedies
-) -> None:
-    """Raises ValueError where replicas cannot share out the optimizers' state."""
-    for optimizer in optimizers:
-        if type(optimizer) not in _EACH_BY_ITSELF:
-            known = ", ".join(kind.__name__ for kind in _EACH_BY_ITSELF)
-            raise ValueError(
-                f"shard_state: True, optimizer: {type(optimizer).__name__}: nothing tells whether "
-                "it steps each parameter as if it were the only one, as it must where a replica "
-                f"steps some alone: it must be one of torch.optim's {known}"
-            )
-    if session.stages.options.optimizer_on_host:
-        raise ValueError(
-            'shard_state: True, optimizer_device: "cpu": replicas share out what is where the '
-            "stages are: it must be None"
-        )
-    if has_hooks(session):
-        raise ValueError(
-            "shard_state: True, register_comm_hook: called: a hook makes all gradients the mean on "
-            "every replica, of which each would need its share alone: it must be one of the two"
-        )
-    if session.schedule.num_pipelines > 1:
-        raise ValueError(
-            f"shard_state: True, schedule: {session.schedule.name!r}, pipelines: "
-            f"{session.schedule.num_pipelines}: it must have 1"
-        )
-    if isinstance(remedies.correction, NesterovCorrection):
-        raise ValueError(
-            f"shard_state: True, staleness: {remedies.correction}: it keeps a whole tensor for "
-            "each parameter: it must be a LearningRateDiscount or an ErrorFeedback"
-        )
 
 
 def forget_others(

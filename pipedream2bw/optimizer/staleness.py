@@ -9,12 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ..checks import check_number, check_whole_number
-from ..runtime.session import Session
 
 Corrected = tuple[torch.Tensor | None, torch.Tensor | None]
 """A tensor to add to a parameter's step, and one to keep until the next step."""
@@ -175,21 +173,14 @@ class Remedies:
     def __bool__(self) -> bool:
         return bool(self._given)
 
-    def settings(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks."""
-        return {"staleness": str(self)}
+    def __repr__(self) -> str:
+        return ", ".join(map(repr, self._given))
 
     def __str__(self) -> str:
         return str(list(self._given))
 
-    def check(
-        self,
-        session: Session,
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        scales_loss: bool,
-    ) -> None:
-        """Raises ValueError or TypeError, naming the rule and both values."""
+    def check(self) -> None:
+        """Raises ValueError or TypeError, naming the rule and the value."""
         for remedy in self._given:
             if not isinstance(remedy, Remedy):
                 raise TypeError(
@@ -197,59 +188,7 @@ class Remedies:
                     "ErrorFeedback or a NesterovCorrection, or a list of them"
                 )
             remedy.check()
-        if not self._given:
-            return
         for what, kind in (("discounts", LearningRateDiscount), ("corrections", Correction)):
             number = sum(isinstance(remedy, kind) for remedy in self._given)
             if number > 1:
                 raise ValueError(f"staleness: {number} {what} given, there may be 1: {self._given}")
-        name, delays = session.schedule.name, session.schedule.delay
-        tied = [
-            name
-            for stage in session.stages
-            for name in stage.weights.trainable
-            if len(stage.weights.stages_of(name)) > 1
-        ]
-        if self.discount is not None and tied and not session.schedule.has_one_delay:
-            raise ValueError(
-                f'staleness: {self.discount}, schedule "{name}": the stages that hold the tied '
-                f"parameter {tied[0]} must have one delay, got {list(delays)}: its copies would "
-                "make steps of different learning rates"
-            )
-        if not any(delays):
-            raise ValueError(
-                f'staleness: {len(self._given)} given, schedule: "{name}": a remedy needs a '
-                'schedule with a delay, such as "2bw"'
-            )
-        if self.correction is not None and set(delays) != {1}:
-            raise ValueError(
-                f'staleness: {self.correction}, schedule: "{name}" with the delays '
-                f"{', '.join(map(str, delays))}: it corrects a delay of 1 on every stage"
-            )
-        precision = session.stages.options.precision.dtype
-        looks_ahead = isinstance(self.correction, NesterovCorrection)
-        if looks_ahead and (scales_loss or precision not in (None, torch.float32)):
-            raise ValueError(
-                f"staleness: {self.correction}, loss_scale: {scales_loss}, precision: {precision}: "
-                "it does not correct steps of masters, nor steps that may be left out: "
-                "ErrorFeedback does"
-            )
-        if self.correction is not None and self.correction.keeps_bfloat16:
-            _check_no_float64(self.correction, session)
-        for number, optimizer in enumerate(optimizers if self.discount is not None else ()):
-            if any("lr" not in group for group in optimizer.param_groups):
-                raise ValueError(
-                    f"staleness: {self.discount}, optimizer {number} "
-                    f'({type(optimizer).__name__}): a group without "lr", it must have one'
-                )
-
-
-def _check_no_float64(correction: Correction, session: Session) -> None:
-    for stage in session.stages:
-        dtypes = stage.weights.stepped_dtypes()
-        for name, dtype in zip(stage.weights.trainable, dtypes, strict=True):
-            if dtype == torch.float64:
-                raise ValueError(
-                    f"staleness: {correction}, parameter {name}: {dtype}: what is kept of steps in "
-                    "float64 is not rounded: dtype must be None"
-                )

@@ -15,9 +15,10 @@ from ..capture.captured import Captured
 from ..checks import check_microbatches_of_replicas
 from ..errors import reworded
 from ..model.precision import Precision
+from ..options import Options
 from ..ranks.grid import check_mesh, described
+from ..rules import comparable
 from ..schedules.load import fingerprint, schedule_for
-from .options import Options, comparable, length_of
 
 DEFAULT_SCHEDULE = "2bw"
 
@@ -62,7 +63,7 @@ class Arrangement:
         num_stages: Any = options.num_stages
         width = check_mesh(options.mesh, 1 if options.width is None else options.width)
         return cls(
-            num_stages=length_of(model) if num_stages is None else num_stages,
+            num_stages=_length_of(model) if num_stages is None else num_stages,
             num_microbatches=_checked_microbatches(options.num_microbatches, width),
             schedule=DEFAULT_SCHEDULE if options.schedule is None else options.schedule,
             stages_per_rank=1 if options.stages_per_rank is None else options.stages_per_rank,
@@ -112,7 +113,7 @@ class Arrangement:
             schedule = fingerprint(self.schedules()[0])  # the same file may differ between machines
         names = ("num_stages", "num_microbatches", "width", "stages_per_rank", "split", "recompute")
         return {
-            **comparable(self, names),
+            **{name: comparable(getattr(self, name)) for name in names},
             "mesh": described(self.mesh),
             "order of the plan's devices": str(self.order),
             "schedule": schedule,
@@ -125,3 +126,40 @@ def _checked_microbatches(given: Any, width: int) -> int | tuple[int, ...] | Non
         return check_microbatches_of_replicas(given, width)
     number: int | None = given
     return number
+
+
+def _length_of(model: Any) -> int:
+    """The number of stages of a list of modules, for which num_stages may be left out."""
+    if not isinstance(model, (list, tuple, nn.ModuleList)):
+        raise ValueError("num_stages is missing: it may be left out for a list of modules")
+    return len(model)
+
+
+def what_to_recompute(recompute: object, schedule: Schedule) -> tuple[list[bool], tuple[str, ...]]:
+    """Whether each stage recomputes its activations, and the blocks that do so by themselves.
+
+    Raises:
+        TypeError, ValueError: it is neither a bool, "auto", one bool for each stage nor names.
+    """
+    d = schedule.depth
+    if isinstance(recompute, bool):
+        return [recompute] * d, ()
+    if recompute == "auto":
+        copies = [range(stage, schedule.num_stages, d) for stage in range(d)]
+        return [any(schedule.max_in_flight(copy) > 1 for copy in each) for each in copies], ()
+    if isinstance(recompute, str):
+        raise ValueError(
+            f"recompute: {recompute!r}, known: True, False, 'auto'; names of modules are given as "
+            "a list"
+        )
+    items: list[Any] = list(recompute) if isinstance(recompute, Sequence) else [None]
+    if items and all(isinstance(item, str) for item in items):
+        return [False] * d, tuple(items)
+    if not all(isinstance(item, bool) for item in items):
+        raise TypeError(
+            f"recompute: {recompute!r} given, it must be a bool, 'auto', one bool for each stage "
+            "or names of modules"
+        )
+    if len(items) != d:
+        raise ValueError(f"recompute: {len(items)} given, num_stages: {d}: one for each stage")
+    return items, ()

@@ -18,6 +18,7 @@ from .._C import Schedule
 from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..model.metrics import Metric
+from ..options import Options
 from ..ranks.agreement import Operation
 from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
 from ..runtime.given import Call
@@ -27,7 +28,6 @@ from ..runtime.microbatch import Microbatch
 from ..runtime.stage_memory import MemoryReport, memory_of
 from ..runtime.timeline import Timeline, recording
 from .opening import open_session
-from .options import Options
 
 if TYPE_CHECKING:
     from ..planner.planning.plan import Plan

@@ -14,25 +14,26 @@ from torch import nn
 
 from .. import _C
 from .._C import Schedule
+from ..accelerator import with_index
 from ..capture.chain import as_root, device_type_of
+from ..checks import check_whole_number
 from ..model.materialize import home_of, materialize
-from ..model.metrics import check_metrics
 from ..model.precision import Precision
 from ..model.random_numbers import follow_threads
-from ..model.refusals import check_example, refuse_untrainable, refuse_valueless
+from ..model.refusals import refuse_untrainable, refuse_valueless
+from ..options import EXCLUSIONS, Options
 from ..ranks.agreement import ControlPlane, join
 from ..ranks.devices import agree_on_devices
 from ..ranks.grid import RankGrid
+from ..rules import FUNCTION, check_values, refuse, settings
 from ..runtime.accumulation import Accumulation
-from ..runtime.graphs import check_graphs
 from ..runtime.local_stages import LocalStages
 from ..runtime.runner import StageOptions
 from ..runtime.session import Session
 from ..runtime.tied_copies import check_ties, find_ties
 from ..stages.compile import compile_options
 from ..stages.modes import Modes
-from .arrangement import Arrangement
-from .options import Options, check_options, stage_devices, what_to_recompute
+from .arrangement import Arrangement, what_to_recompute
 
 _numbers = itertools.count()  # of the pipelines of this process; ranks make them in one order
 
@@ -71,8 +72,9 @@ def open_session(
         arrangement = control.together(
             own if arrange is None else arrange(control),
             same=lambda made: {
+                **settings(options),
                 **made.settings(),
-                **options.settings(),
+                "torch version": torch.__version__,
                 "type of the model's device": device_type,
             },
         )
@@ -128,9 +130,9 @@ def check(
     Raises:
         ValueError, TypeError: naming the rule and both values.
     """
-    check_options(options, loss_fn, arrangement.width)
-    check_example(options.example_args, options.example_kwargs)
-    metrics = check_metrics(options.metrics)
+    check_values(Options, vars(options))
+    FUNCTION.check("loss_fn", loss_fn)
+    check_whole_number("width", arrangement.width)
     schedules = arrangement.schedules()
     schedule = max(schedules, key=lambda each: each.num_microbatches)
     recompute, blocks = what_to_recompute(arrangement.recompute, schedule)
@@ -139,43 +141,28 @@ def check(
     example = (tuple(options.example_args), dict(options.example_kwargs or {}))
     refuse_valueless(root)
     home = home_of(root, example)
-    recomputes = bool(blocks) or any(recompute)
-    draws_by_key = options.random == "keyed"
-    if recomputes and not draws_by_key:
-        raise ValueError(
-            f"random: 'torch', with recompute: {arrangement.recompute!r}: torch's stream cannot be "
-            "drawn again: choose random='keyed', or torch.utils.checkpoint inside the model"
-        )
-    compiling = compile_options(options.compile, home, recomputes=recomputes)
-    precision = Precision(
-        root=root,
-        precision=options.precision,
-        split_master=options.split_master,
-        gradient_dtype=options.gradient_dtype,
-        autocast=options.autocast,
-        device_type=home.type,
-    )
-    devices = stage_devices(options.devices, schedule.depth, num_processes, home)
-    check_graphs(options.graphs, devices, recomputes=recomputes, random=options.random)
-    replicated = tuple(options.replicated)
+    devices = _stage_devices(options.devices, schedule.depth, home)
+    facts = {
+        "recompute": arrangement.recompute if blocks or any(recompute) else False,
+        "processes": num_processes,
+        "device": home,
+        "devices of the stages": devices,
+    }
+    refuse(EXCLUSIONS, {**vars(options), **facts})
+    compiling = compile_options(options.compile, home)
+    precision = Precision(root, options, home.type)
     check_layers = arrangement.check_layers
     if check_layers is not None:
         check_layers = functools.partial(check_layers, root=root, precision=precision)
     split = arrangement.split
     stage_options = StageOptions(
+        given=options,
         loss_fn=loss_fn,
         precision=precision,
         devices=devices,
         recompute=recompute,
-        metrics=metrics,
         compile_options=compiling,
-        bucket_cap_mb=options.bucket_cap_mb,
-        replica_sums=options.replica_sums,
-        warmup_batches=options.warmup_batches,
-        optimizer_on_host=options.optimizer_device is not None,
-        graphs=options.graphs,
         microbatches_of_replicas=arrangement.microbatches_of_replicas,
-        normalizer=options.normalizer,
     )
     return Checked(
         arrangement=arrangement,
@@ -186,10 +173,10 @@ def check(
             num_stages=schedule.depth,
             example=example,
             split=split if isinstance(split, str) else tuple(split),
-            replicated=replicated,
+            replicated=tuple(options.replicated),
             recomputed_blocks=blocks,
             dynamic_shapes=options.dynamic_shapes,
-            numbers_draws=draws_by_key and not compiling,
+            numbers_draws=options.random == "keyed" and not compiling,
             precision=precision,
             check_layers=check_layers,
         ),
@@ -201,6 +188,21 @@ def check(
         ),
         stage_options=stage_options,
     )
+
+
+def _stage_devices(
+    devices: Sequence[torch.device | str] | None,
+    num_stages: int,
+    model_device: torch.device,
+) -> list[torch.device]:
+    """The device of every stage."""
+    if devices is None:
+        return [model_device] * num_stages
+    if len(devices) != num_stages:
+        raise ValueError(
+            f"devices: {len(devices)} given, num_stages: {num_stages}: one for each stage"
+        )
+    return [with_index(torch.device(device)) for device in devices]
 
 
 def _what_is_summed(checked: Checked) -> str | None:

@@ -15,8 +15,8 @@ from ..capture.layer_names import names_of_layers
 from ..json_document import given_or_loaded
 from ..model.fingerprint import describe_parameters, fingerprint_of
 from ..model.precision import Precision
-from ..pipeline.arrangement import Arrangement
-from ..pipeline.options import Options, what_to_recompute
+from ..options import Options
+from ..pipeline.arrangement import Arrangement, what_to_recompute
 from ..ranks.agreement import ControlPlane
 from ..ranks.grid import check_mesh
 from ..schedules.load import fingerprint, schedule_for

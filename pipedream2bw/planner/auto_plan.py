@@ -16,10 +16,11 @@ from ..checks import check_whole_number
 from ..model.materialize import Example, home_of
 from ..model.precision import Precision
 from ..model.trees import tensors_in
+from ..options import EXCLUSIONS, PLANNED_EXCLUSIONS, Options
 from ..pipeline.arrangement import DEFAULT_SCHEDULE
-from ..pipeline.options import Options, comparable
 from ..ranks.agreement import ControlPlane
-from ..ranks.grid import check_mesh
+from ..ranks.grid import check_mesh, described
+from ..rules import among, check_values, refuse, settings
 from ..schedules.load import make_schedule
 from .planning.plan import Plan
 from .planning.planner import plan
@@ -92,57 +93,19 @@ def plan_for_devices_at_hand(
 def _checked(
     model: nn.Module | Sequence[nn.Module], options: Options, num_processes: int
 ) -> _Wanted:
-    """Raises ValueError or TypeError if there is something that no plan is made for."""
+    _check(options, num_processes)
     root = as_root(model)
     example = (tuple(options.example_args), dict(options.example_kwargs or {}))
     device = home_of(root, example)
-    precision = Precision(
-        root=root,
-        precision=options.precision,
-        split_master=options.split_master,
-        gradient_dtype=options.gradient_dtype,
-        autocast=None,
-        device_type=device.type,
-    )
-    if options.schedule is not None and (
-        not isinstance(options.schedule, str) or "\n" in options.schedule
-    ):
-        raise ValueError(
-            f"schedule: {type(options.schedule).__name__}, num_stages: 'auto': give a schedule's "
-            "name"
-        )
-    for name in ("width", "stages_per_rank"):
-        if getattr(options, name) is not None:
-            check_whole_number(name, getattr(options, name))
-    if options.split is not None:
-        raise ValueError(f"split: {options.split!r}, num_stages: 'auto': the plan says it")
-    profile = options.profile
-    if not (profile is None or isinstance(profile, (Profile, str, os.PathLike))):
-        raise TypeError(f"profile: {type(profile).__name__} given, it must be a Profile or a path")
-    rows = _rows(options.example_target)
-    if rows is None:
-        raise ValueError(
-            "example_target: no tensor with rows, num_stages: 'auto': the profile needs a batch's "
-            "target"
-        )
-    m = _one_number(options)
-    if rows < (m or 1):
-        raise ValueError(
-            f"example_target: {rows} rows, num_microbatches: {m}: every microbatch needs one"
-        )
+    precision = Precision(root, dataclasses.replace(options, autocast=None), device.type)
     width = options.width
-    if num_processes == 1 and not options.devices:
-        raise ValueError(
-            f"num_stages: 'auto', devices: {options.devices}, processes: 1: in one process give "
-            "devices=, one for each stage"
-        )
     return _Wanted(
         root=root,
         example=precision.cast(example),
         device=device,
         precision=precision,
-        rows=rows,
-        num_microbatches=m,
+        rows=_rows(options.example_target) or 0,
+        num_microbatches=vars(options)["num_microbatches"],  # one, as was checked
         width=width if options.mesh is None else check_mesh(options.mesh, width or 1),
         num_processes=num_processes,
         options=options,
@@ -150,14 +113,10 @@ def _checked(
 
 
 def _settings(options: Options) -> dict[str, Any]:
-    names = (
-        *("num_microbatches", "width", "stages_per_rank", "precision", "split_master"),
-        *("optimizer_device", "gradient_dtype"),
-    )
     return {
-        "num_stages": "auto",
         "rows of example_target": _rows(options.example_target),
-        **comparable(options, names),
+        **settings(options),
+        "mesh": described(options.mesh),
         "schedule": str(options.schedule or DEFAULT_SCHEDULE),
     }
 
@@ -170,18 +129,29 @@ def _rows(target: Any) -> int | None:
     return int(tensors[0].shape[0])
 
 
-def _one_number(options: Options) -> int | None:
-    """The number of microbatches of every replica's batch, if it was given."""
-    given: Any = options.num_microbatches
-    if isinstance(given, (list, tuple)):
+def _check(options: Options, num_processes: int) -> None:
+    """Raises ValueError or TypeError if there is something that no plan is made for."""
+    given = vars(options)
+    check_values(Options, given)
+    refuse(PLANNED_EXCLUSIONS, {**given, "processes": num_processes})
+    refuse(among(EXCLUSIONS, ("precision", "split_master", "gradient_dtype")), given)
+    for name in ("width", "stages_per_rank", "num_microbatches"):
+        if given[name] is not None:
+            check_whole_number(name, given[name])
+    profile = options.profile
+    if not (profile is None or isinstance(profile, (Profile, str, os.PathLike))):
+        raise TypeError(f"profile: {type(profile).__name__} given, it must be a Profile or a path")
+    rows = _rows(options.example_target)
+    if rows is None:
         raise ValueError(
-            f"num_microbatches: {list(given)}, num_stages: 'auto': give one number for all "
-            "replicas; a plan of your own, by plan(), has one for each where devices differ"
+            "example_target: no tensor with rows, num_stages: 'auto': the profile needs a batch's "
+            "target"
         )
-    if given is not None:
-        check_whole_number("num_microbatches", given)
-    number: int | None = given
-    return number
+    m = given["num_microbatches"] or 1
+    if rows < m:
+        raise ValueError(
+            f"example_target: {rows} rows, num_microbatches: {m}: every microbatch needs one"
+        )
 
 
 # ---------------------------------------------------------------- the profile

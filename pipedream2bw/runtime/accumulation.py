@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..checks import check_whole_number
 from ..ranks.agreement import Announcement
 
 
@@ -51,7 +50,6 @@ class Accumulation:
         num_replicas: int = 1,
         is_one_batch: bool = False,
     ) -> None:
-        check_whole_number("accumulate", num_steps)
         self._num_replicas = num_replicas
         self._is_one_batch = is_one_batch
         self._hooks_average = False

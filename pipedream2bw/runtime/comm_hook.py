@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from .. import _C
 from ..errors import WrongHookError, WrongHookTypeError
 from ..ranks.agreement import Announcement, Operation
+from ..rules import exclusions, refuse, shown
 from .extension import HOOKS, OPTIMIZER, Extension
 from .session import Session
 from .stage_weights import StageWeights
@@ -43,8 +44,32 @@ def replica_group(session: Session, stage: int | None = None) -> dist.ProcessGro
 class CommHooks(Extension):
     """Holds the hooks of this process's stages."""
 
+    name = "register_comm_hook"
+    excludes = exclusions(
+        """
+register_comm_hook: given, width: 1 |
+    nothing is added up => hooks need several replicas
+register_comm_hook: given, schedule: of two pipelines |
+    parts of a batch are added, and hooks average => hooks need a schedule of one pipeline
+register_comm_hook: given, schedule: of several delays |
+    updates wait for all stages where there is one delay => hooks need a schedule of one delay
+register_comm_hook: given, optimizer_device: given |
+    it takes gradients bucket by bucket as they are added up => hooks need None
+register_comm_hook: given, devices of the stages: other than cpu, num_stages: above 1 |
+    a hook that takes memory or reads a number there may wait for messages between stages that
+    wait for it => there must be 1 stage, or stages on the CPU
+register_comm_hook: given, shard_state: True |
+    a hook makes all gradients the mean on every replica, of which each would need its share alone
+    => it must be one of the two
+""",
+        {"other than cpu": lambda devices: any(device.type != "cpu" for device in devices)},
+    )
+
     def __init__(self, hooks: Sequence[StageHook]) -> None:
         self._hooks = hooks
+
+    def __repr__(self) -> str:
+        return str(self._hooks[0])
 
 
 def register_comm_hook(session: Session, state: object, hook: CommHook) -> CommHooks:
@@ -65,7 +90,7 @@ def register_comm_hook(session: Session, state: object, hook: CommHook) -> CommH
         weights = [stage.weights for stage in session.stages]
         states.extend(_state_of(session, each, state, len(weights)) for each in weights)
 
-    settings = {"hook": _name_of(hook), "type of the hook's state": type(state).__qualname__}
+    settings = {"hook": shown(hook), "type of the hook's state": type(state).__qualname__}
     with session.ending.lost_ranks_close():
         session.control.together(make_states, same=settings)
     session.accumulation.let_hooks_average()
@@ -110,38 +135,8 @@ def _check(session: Session, hook: object) -> None:
     try:
         inspect.signature(hook).bind(None, None)
     except TypeError as error:
-        raise TypeError(
-            f"{what}: hook: {_name_of(hook)} must take (state, bucket): {error}"
-        ) from None
-    if session.grid.width == 1:
-        raise ValueError(f"{what}: width: 1, hooks need several replicas: nothing is added up")
-    if session.schedule.num_pipelines > 1:
-        raise ValueError(
-            f"{what}: schedule {session.schedule.name!r} has {session.schedule.num_pipelines} "
-            "pipelines, whose parts of a batch are added: hooks, which average, need 1"
-        )
-    if not session.schedule.has_one_delay:
-        raise ValueError(
-            f"{what}: schedule {session.schedule.name!r} has delays {session.schedule.delay}: "
-            "hooks need one delay, with which updates wait for all stages"
-        )
-    if session.stages.options.optimizer_on_host:
-        raise ValueError(
-            f'{what}: optimizer_device: "cpu", which takes gradients bucket by bucket as they are '
-            "added up: hooks need None"
-        )
-    devices = {device.type for device in session.stages.options.devices} - {"cpu"}
-    if devices and session.schedule.depth > 1:
-        raise ValueError(
-            f"{what}: stages on {', '.join(devices)}, num_stages: {session.schedule.depth}: a hook "
-            "that takes memory or reads a number there may wait for messages between stages that "
-            "wait for it: there must be 1 stage, or stages on the CPU"
-        )
-    if any(stage.weights.engine.is_shared for stage in session.stages):
-        raise ValueError(
-            f"{what}: shard_state: True, with which a replica gets the gradients of its share "
-            "alone: hooks need False"
-        )
+        raise TypeError(f"{what}: hook: {shown(hook)} must take (state, bucket): {error}") from None
+    refuse(CommHooks.excludes, {**session.facts, what: hook})
     if has_hooks(session):
         raise ValueError(f"{what}: called twice, a pipeline has one hook")
     session.accumulation.check_between_batches(what)
@@ -182,11 +177,6 @@ def _check_group(state: Any, group: dist.ProcessGroup) -> None:
     )
 
 
-def _name_of(hook: object) -> str:
-    module = getattr(hook, "__module__", type(hook).__module__)
-    return f"{module}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
-
-
 class StageHook:
     """What a stage's update calls in place of adding up its gradients over the replicas.
 
@@ -213,6 +203,9 @@ class StageHook:
         self._state = state
         self._group = group
         self._fault = fault
+
+    def __repr__(self) -> str:
+        return shown(self._hook)
 
     def __call__(self, buffers: Sequence[torch.Tensor], unscaling: float | None) -> bool:
         """Makes gradients the mean over the replicas, in place; False: the pipeline has failed.
@@ -249,7 +242,7 @@ class StageHook:
         future: Any = self._hook(self._state, bucket)
         if not isinstance(future, Future):
             raise WrongHookTypeError(
-                f"{_name_of(self._hook)} returned {type(future).__name__}, it must return a "
+                f"{shown(self._hook)} returned {type(future).__name__}, it must return a "
                 "torch.futures.Future"
             )
         if not self._wait_for(future):
@@ -257,17 +250,17 @@ class StageHook:
         mean = future.wait()
         if not isinstance(mean, torch.Tensor):
             raise WrongHookTypeError(
-                f"{_name_of(self._hook)} returned a Future of {type(mean).__name__}, it must be "
+                f"{shown(self._hook)} returned a Future of {type(mean).__name__}, it must be "
                 "one of a tensor"
             )
         if mean.shape != buffer.shape:
             raise WrongHookError(
-                f"{_name_of(self._hook)} returned shape {list(mean.shape)}, its bucket has shape "
+                f"{shown(self._hook)} returned shape {list(mean.shape)}, its bucket has shape "
                 f"{list(buffer.shape)}: they must agree"
             )
         if mean.dtype not in (buffer.dtype, bucket.buffer().dtype):  # which the hook may have set
             raise WrongHookError(
-                f"{_name_of(self._hook)} returned {mean.dtype}, its bucket has {buffer.dtype}: "
+                f"{shown(self._hook)} returned {mean.dtype}, its bucket has {buffer.dtype}: "
                 "they must agree"
             )
         if mean.data_ptr() != buffer.data_ptr():

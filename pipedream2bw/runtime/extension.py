@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..ranks.agreement import Announcement
+from ..rules import Exclusion
 from .discarding import TakenBack
 from .stage_weights import StageWeights
 
@@ -56,9 +57,12 @@ class Extension:
 
     Attributes:
         name: of what it keeps, in ``state_dict`` and in checkpoints: an identifier.
+        excludes: what it does not go together with, under its name.
     """
 
     name = ""
+
+    excludes: ClassVar[Sequence[Exclusion]] = ()
 
     # ------------------------------------------------------------------ the pipeline's
 

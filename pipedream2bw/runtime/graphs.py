@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -67,26 +67,3 @@ def most_bytes_of(device: torch.device, num_stages: int) -> int | None:
         return None
     memory: int = torch.cuda.get_device_properties(device).total_memory
     return memory // _SHARE_OF_MEMORY // num_stages
-
-
-def check_graphs(
-    graphs: object,
-    devices: Sequence[torch.device],
-    *,
-    recomputes: bool,
-    random: str,
-) -> None:
-    """Raises ValueError, naming both values, if forwards and backwards cannot all be recorded."""
-    if graphs not in (True, False, "auto"):
-        raise ValueError(f"graphs: {graphs!r}, known: True, False, 'auto'")
-    if graphs is not True:
-        return
-    for device in devices:
-        if not _C.has_device_graphs(device):
-            raise ValueError(f"graphs: True, with a stage on {device}: it records no work")
-    for is_so, what in (
-        (recomputes, "with recompute: what a forward does again in the backward is not recorded"),
-        (random != "keyed", f"random: {random!r}: graphs need random='keyed'"),
-    ):
-        if is_so:
-            raise ValueError(f"graphs: True, {what}; 'auto' records what can be")

@@ -45,7 +45,7 @@ class Intake:
         self._losses_are_means = losses_are_means
         self._num_microbatches = stages.schedule.total_microbatches
         self._is_one_batch = stages.options.is_one_batch
-        self._normalizer = Normalizer(stages.options.normalizer, self._grid)
+        self._normalizer = Normalizer(stages.options.given.normalizer, self._grid)
         of_replicas = stages.options.microbatches_of_replicas
         self._of_replicas = of_replicas or (self._num_microbatches,) * self._grid.width
         self._first = sum(self._of_replicas[: self._grid.replica])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import pickle
 import threading
 import weakref
@@ -22,6 +21,7 @@ from ..model.metrics import Metric, check_loss, measure
 from ..model.precision import Precision
 from ..model.storages import storage_of
 from ..model.trees import tensors_in
+from ..options import Options
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from ..stages.recompute import Replay, Replayer
@@ -38,46 +38,43 @@ class StageOptions:
     """How the stages of a pipeline compute, the same on every rank.
 
     Attributes:
+        given: the pipeline's options, checked.
         loss_fn: gives the loss of a microbatch, from the model's output and the target.
         precision: the dtypes in which stages compute and parameters are kept.
         devices: the device of each stage of the model.
         recompute: for each stage of the model, whether it runs its forwards again.
-        metrics: what is computed beside the loss.
         compile_options: what ``torch.compile`` is given; empty: nothing is compiled.
-        bucket_cap_mb: MiB of gradients that replicas add up at once; may be infinite.
-        replica_sums: "ordered" if they add in the order of the replicas, or "all_reduce".
-        warmup_batches: how many batches are trained without a delay.
-        optimizer_on_host: whether the stages' optimizers work in the host's memory.
-        graphs: whether forwards and backwards are recorded as the device's graphs.
         microbatches_of_replicas: how many each replica has, where these numbers differ.
             Empty: all have as many.
-        normalizer: whether each train_step is given what all losses are divided by; or a function
-            that gives it for a target. False: nothing is.
     """
 
+    given: Options
     loss_fn: Callable[[Any, Any], torch.Tensor]
     precision: Precision
     devices: Sequence[torch.device]
     recompute: Sequence[bool]
-    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    bucket_cap_mb: float = math.inf
-    replica_sums: str = "ordered"
-    warmup_batches: int = 0
-    optimizer_on_host: bool = False
-    graphs: bool | str = False
     microbatches_of_replicas: tuple[int, ...] = ()
-    normalizer: bool | Callable[[Any], Any] = False
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """What is computed beside the loss."""
+        return self.given.metrics or {}
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Whether the stages' optimizers work in the host's memory."""
+        return self.given.optimizer_device is not None
 
     @property
     def bucket_bytes(self) -> int:
         """How many bytes of gradients replicas add up at once."""
-        return int(min(self.bucket_cap_mb * 2**20, 2.0**62))
+        return int(min(self.given.bucket_cap_mb * 2**20, 2.0**62))
 
     @property
     def is_one_batch(self) -> bool:
         """Whether the rows of all replicas are one batch, with one loss."""
-        return bool(self.microbatches_of_replicas or self.normalizer)
+        return bool(self.microbatches_of_replicas or self.given.normalizer)
 
 
 @dataclasses.dataclass

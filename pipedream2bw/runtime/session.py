@@ -107,6 +107,19 @@ class Session:
                 self.grid.mesh = mesh_of(self.grid.places, device_type, self.control.deadline)
         return self.grid.mesh
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What rules name: the constructor's options, and what has come of them."""
+        return {
+            **vars(self.stages.options.given),
+            "schedule": self.schedule,
+            "num_stages": self.schedule.depth,
+            "width": self.grid.width,
+            "devices of the stages": self.stages.options.devices,
+            "'tp' of the mesh": self.grid.num_shards,
+            "shard_state": any(stage.weights.engine.is_shared for stage in self.stages),
+        }
+
     # ------------------------------------------------------------------ running
 
     def train_step(self, call: Call, *, is_train: bool) -> _C.AwaitedNumbers:

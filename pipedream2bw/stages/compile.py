@@ -10,45 +10,19 @@ import torch
 
 from .codegen import StageFunction
 
-_MODES_WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
-
-def compile_options(compile: object, device: torch.device, *, recomputes: bool) -> dict[str, Any]:
+def compile_options(compile: bool | Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Returns the options for torch.compile, none if stages are not to be compiled.
 
     Raises:
-        TypeError: ``compile`` is neither a bool nor a dict of torch.compile's options.
-        ValueError: stages are recomputed, which compiled ones cannot be, or are to be graphs of
-            torch's, or there is no C++ compiler.
+        ValueError: there is no C++ compiler.
     """
-    if not isinstance(compile, (bool, Mapping)):
-        raise TypeError(
-            f"compile: {compile!r} given, it must be a bool or a dict of torch.compile's options"
-        )
-    if isinstance(compile, bool) and not compile:
+    if compile is False:
         return {}
-    if recomputes:
-        raise ValueError(
-            f"compile: {compile!r}, with recompute: a compiled stage draws random numbers in its "
-            "own way, which cannot be repeated: choose one of them, or torch.utils.checkpoint "
-            "inside the model"
-        )
-    options = {} if isinstance(compile, bool) else dict(compile)
-    if device.type != "cpu":
-        _refuse_graphs(options)
+    options = {} if compile is True else dict(compile)
     if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
         _check_compiler()
     return {"backend": "inductor", **options}
-
-
-def _refuse_graphs(options: Mapping[str, Any]) -> None:
-    inductors = options.get("options") or {}
-    if options.get("mode") in _MODES_WITH_GRAPHS or inductors.get("triton.cudagraphs"):
-        raise ValueError(
-            f"compile: {dict(options)!r} makes torch's CUDA graphs, of which a run writes over the "
-            "one before, while several microbatches are in flight: give graphs=True beside another "
-            "mode, for graphs of the pipeline's own"
-        )
 
 
 def compiled(function: StageFunction, options: Mapping[str, Any]) -> StageFunction:

@@ -221,7 +221,7 @@ def test_a_stage_that_recomputes_is_executed_as_usual() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"recompute": True}, "graphs: True, with recompute"),
+        ({"recompute": True}, "graphs: True, recompute"),
         ({"random": "torch"}, "graphs: True, random: 'torch'"),
     ],
 )

@@ -67,7 +67,7 @@ def metrics_reach_every_rank(rank: int, world_size: int) -> list[dict[str, float
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     # A mistake on one rank is told to all.
     wrong: Any = {**METRICS, "error": 3} if rank == world_size - 1 else METRICS
-    with pytest.raises(TypeError, match=r"metrics\['error'\]: int given"):
+    with pytest.raises(TypeError, match=r"metrics\['error'\]: 3 given"):
         make_pipeline(task, d, m, batches[0], metrics=wrong)
     wrong = {"other": METRICS["error"]} if rank == 0 else METRICS
     with pytest.raises(ValueError, match="metrics"):

@@ -410,14 +410,16 @@ def refused(rank: int, world: int) -> None:
             with pytest.raises(error, match=text):
                 pd2.PipelineOptimizer(optimizer, **given)
 
-    refuses(TypeError, "shard_state: int given, it must be True or False", shard_state=1)
+    refuses(TypeError, "shard_state: 1 given, it must be a bool", shard_state=1)
     refuses(
-        ValueError, "shard_state: True, optimizer: CountsInGroup: nothing tells", kind=CountsInGroup
+        ValueError,
+        "shard_state: True, optimizer: CountsInGroup of torch.float32: nothing tells",
+        kind=CountsInGroup,
     )
     refuses(ValueError, "shard_state must be the same on every rank", shard_state=bool(rank))
     refuses(
         ValueError,
-        'shard_state: True, optimizer_device: "cpu"',
+        "shard_state: True, optimizer_device: 'cpu'",
         pipeline={"optimizer_device": "cpu"},
     )
     refuses(

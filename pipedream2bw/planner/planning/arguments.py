@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ... import _C
-from ...checks import check_bool, check_number, check_optimizer_device, check_whole_number
+from ...checks import check_bool, check_number, check_whole_number
 from ...json_document import given_or_loaded
-from ...model.precision import check_gradient_dtype
+from ...optimizer.options import EXCLUSIONS as OPTIMIZER_EXCLUSIONS
+from ...optimizer.options import OptimizerOptions
+from ...options import EXCLUSIONS, Options
+from ...rules import among, check_values, refuse
 from ...units import parse_bytes
 from ..profiling.profile import Profile
 from .calibration import Calibration
@@ -33,6 +36,9 @@ SCHEDULES = (
     "chimera",
 )
 """The default choices: without gpipe, which keeps more than 1f1b, and 2bw_eager."""
+
+
+_OPTIONS = ("precision", "split_master", "gradient_dtype", "optimizer_device", "shard_state")
 
 
 class PerTrainedByte(NamedTuple):
@@ -107,13 +113,16 @@ class Wanted:
         )
         check_bool("unequal_replicas", given["unequal_replicas"])
         optimizer, device = given["optimizer"], given["optimizer_device"]
+        options = {name: given[name] for name in _OPTIONS}
+        check_values(Options, options)
+        check_values(OptimizerOptions, options)
+        refuse(among((*EXCLUSIONS, *OPTIMIZER_EXCLUSIONS), options), options)
         held = per_trained_byte(
             optimizer, given["precision"], given["split_master"], given["gradient_dtype"]
         )
-        if check_shard_state(given["shard_state"], device):
+        if given["shard_state"]:
             names = with_one_pipeline(names, are_named=tuple(names) != SCHEDULES)
         if device is not None:
-            check_optimizer_device(device)
             optimizer, held = f"{optimizer} on host", held._replace(state=0.0)
         return cls(
             bytes_per_device=bytes_per_device,
@@ -185,22 +194,6 @@ def check_objective(
         )
 
 
-def check_shard_state(shard_state: object, optimizer_device: object) -> bool:
-    """Returns whether replicas share out their optimizers' state.
-
-    Raises:
-        TypeError: it is no bool.
-        ValueError: they cannot.
-    """
-    is_shared = check_bool("shard_state", shard_state)
-    if is_shared and optimizer_device is not None:
-        raise ValueError(
-            f"shard_state: True, optimizer_device: {str(optimizer_device)!r}: replicas share out "
-            "what is where the stages are: it must be None"
-        )
-    return is_shared
-
-
 def with_one_pipeline(names: Sequence[str], *, are_named: bool) -> list[str]:
     """Lists the schedules under which replicas can share out their optimizers' state.
 
@@ -221,7 +214,7 @@ def with_one_pipeline(names: Sequence[str], *, are_named: bool) -> list[str]:
 def per_trained_byte(
     optimizer: object, precision: object, split_master: object, gradient_dtype: object
 ) -> PerTrainedByte:
-    """Returns the bytes for arguments of :func:`plan`.
+    """Returns the bytes for arguments of :func:`plan`, of which all but the first are checked.
 
     Raises:
         TypeError, ValueError: naming the argument and the rule.
@@ -231,12 +224,6 @@ def per_trained_byte(
         raise TypeError(f"optimizer: {optimizer!r} given, it must be a name")
     if optimizer not in states:
         raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
-    if precision not in (None, "fp32", "bf16", "fp16"):
-        raise ValueError(f"precision: {precision!r}, known: None, 'bf16', 'fp16', 'fp32'")
-    check_bool("split_master", split_master)
-    if split_master and precision != "bf16":
-        raise ValueError(f"split_master: True, precision: {precision!r}: it needs 'bf16'")
-    check_gradient_dtype(gradient_dtype, precision)
     if precision in (None, "fp32"):
         return PerTrainedByte(gradient=1.0, state=states[optimizer], stepped=1.0)
     # Float32 beside weights of 16 bits: twice the bytes; a split master has the other 16 bits.

@@ -8,6 +8,7 @@ from torch import nn
 from ... import _C
 from ...capture.device_figures import DeviceFigures
 from ...model.precision import Precision
+from ...options import Options
 from ...ranks.agreement import ControlPlane
 from ...ranks.deadline import Deadline
 from ...ranks.grid import RankGrid
@@ -131,14 +132,7 @@ def _train_step_seconds(num_microbatches: int, device: torch.device) -> float:
 def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
     """A pipeline of one small layer in this process alone."""
     layer, device = nn.Linear(1, 1).to(rows.device), rows.device
-    precision = Precision(
-        root=layer,
-        precision=None,
-        split_master=False,
-        gradient_dtype=None,
-        autocast=None,
-        device_type=device.type,
-    )
+    precision = Precision(layer, Options(), device.type)
     modes = Modes(
         root=layer,
         num_stages=1,
@@ -160,6 +154,7 @@ def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
         ),
         control=control,
         options=StageOptions(
+            given=Options(),
             loss_fn=nn.functional.mse_loss,
             precision=precision,
             devices=[device],

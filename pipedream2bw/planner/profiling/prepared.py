@@ -21,8 +21,10 @@ from ...checks import check_whole_number
 from ...model.fingerprint import describe_parameters
 from ...model.materialize import Example, for_capture, home_of, is_on_meta
 from ...model.metrics import check_loss
-from ...model.refusals import check_example, refuse_untrainable
+from ...model.refusals import refuse_untrainable
 from ...model.surroundings import plain_modes
+from ...options import Options
+from ...rules import FUNCTION, check_values
 from .layer_groups import Group, group_layers
 from .profile import MicrobatchProfile, Profile, ProfiledDevice, ProfiledLayer, SharedParameter
 
@@ -135,9 +137,9 @@ class Prepared:
 
 
 def _checked_example(root: nn.Module, subject: Subject) -> Example:
-    if not callable(subject.loss_fn):
-        raise TypeError(f"loss_fn: {type(subject.loss_fn).__name__} given, it must be callable")
-    check_example(subject.example_args, subject.example_kwargs)
+    FUNCTION.check("loss_fn", subject.loss_fn)
+    example = {"example_args": subject.example_args, "example_kwargs": subject.example_kwargs}
+    check_values(Options, example)
     refuse_untrainable(root, subject.loss_fn)
     return tuple(subject.example_args), dict(subject.example_kwargs or {})
 

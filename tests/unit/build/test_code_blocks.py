@@ -23,6 +23,7 @@ from tests.unit.build.test_documents import DOCUMENTS
 from tests.unit.build.test_rooms import ROOT
 
 OF_THE_SITE = {"{toctree}", "{eval-rst}", "{simulated}", "{command-help}", "{code-cell}"}
+OF_THE_SITE |= {"{options}", "{exclusions}"}
 """Blocks that are run where the site is built (docs/conf.py, make docs)."""
 
 ELSEWHERE = {

@@ -53,9 +53,9 @@ def test_wrong_arguments_are_named(options: Any, kind: type[Exception], message:
         (
             {"precision": "bf16", "optimizer_device": "cpu"},
             {},
-            'every: 4, optimizer_device: "cpu"',
+            "every: 4, optimizer_device: 'cpu'",
         ),
-        ({"schedule": "chimera"}, {}, "every: 4, schedule 'chimera' has 2 pipelines"),
+        ({"schedule": "chimera"}, {}, "every: 4, schedule: 'chimera' .pipelines: 2"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

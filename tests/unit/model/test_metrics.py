@@ -104,8 +104,8 @@ def test_metrics_are_means_where_losses_are_sums() -> None:
     ("metrics", "message"),
     [
         (["accuracy"], r"metrics: list given"),
-        ({"accuracy": 3}, r"metrics\['accuracy'\]: int given, it must be callable"),
-        ({3: print}, r"metrics: name 3 given"),
+        ({"accuracy": 3}, r"metrics\['accuracy'\]: 3 given, it must be callable"),
+        ({3: print}, r"metrics: name: 3 given"),
     ],
 )
 def test_what_are_no_metrics_is_refused(metrics: Any, message: str) -> None:

@@ -248,13 +248,13 @@ def test_bad_scales_are_named() -> None:
     batch = SKIPS.batches([6])[0]
     with make_pipeline(SKIPS, 3, 3, batch) as pipe:
         scale: Any = 1024.0
-        with pytest.raises(TypeError, match="loss_scale: float given, it must be a LossScale"):
+        with pytest.raises(TypeError, match=r"loss_scale: 1024\.0 given, it must be a LossScale"):
             pd2.PipelineOptimizer(sgd(pipe.parameters()), loss_scale=scale)
         opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
         with pytest.raises(ValueError, match="loss_scale: None was given"):
             _ = opt.loss_scale
     with (
         make_pipeline(SKIPS, 3, 1, batch, schedule="pipedream") as pipe,
-        pytest.raises(ValueError, match=r"loss_scale: schedule 'pipedream'.*\[2, 1, 0\] behind"),
+        pytest.raises(ValueError, match=r"loss_scale: .*, schedule: 'pipedream'.*\[2, 1, 0\]"),
     ):
         pd2.PipelineOptimizer(sgd(pipe.parameters()), loss_scale=SCALE)

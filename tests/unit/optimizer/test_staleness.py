@@ -323,18 +323,18 @@ def test_bad_remedies_are_named() -> None:
     for schedule, m in (("1f1b", 2), ("gpipe", 2), ("chimera", 2)):
         with (
             make_pipeline(task, 2, m, batch, schedule=schedule) as pipe,
-            pytest.raises(ValueError, match=f'"{schedule}": a remedy needs a schedule with a'),
+            pytest.raises(ValueError, match=f"'{schedule}' .*: a remedy needs a schedule with a"),
         ):
             pd2.PipelineOptimizer(SGD(pipe.parameters(), lr=0.1), staleness=discount(3))
     with (
         make_pipeline(task, 3, 1, batch, schedule="pipedream") as pipe,
-        pytest.raises(ValueError, match=r"with the delays 2, 1, 0: it corrects a delay of 1"),
+        pytest.raises(ValueError, match=r"delays: \[2, 1, 0\]\): it corrects a delay of 1"),
     ):
         pd2.PipelineOptimizer(SGD(pipe.parameters(), lr=0.1), staleness=feedback())
     task = TIED["language model"]
     batch = task.batches([4])[0]
     with (
         make_pipeline(task, 3, 1, batch, schedule="pipedream") as pipe,
-        pytest.raises(ValueError, match=r"tied parameter .* must have one delay, got \[2, 1, 0\]"),
+        pytest.raises(ValueError, match=r"\[2, 1, 0\]\), tied parameters: .* must have one delay"),
     ):
         pd2.PipelineOptimizer(SGD(pipe.parameters(), lr=0.1), staleness=discount(3))

@@ -66,7 +66,7 @@ class SparseEmbedding(nn.Module):
         ({"schedule": "3bw"}, ValueError, r"3bw.*2bw"),
         ({"schedule": 5}, TypeError, r"schedule: 5 given, it must be a name"),
         ({"loss_reduction": "max"}, ValueError, r"loss_reduction: 'max', known: 'mean', 'sum'"),
-        ({"loss_fn": 3}, TypeError, r"loss_fn: int given, it must be callable"),
+        ({"loss_fn": 3}, TypeError, r"loss_fn: 3 given, it must be callable"),
         ({"timeout": 0}, ValueError, r"timeout: 0, it must be > 0 and finite"),
         ({"timeout": float("nan")}, ValueError, r"timeout: nan, it must be > 0"),
         ({"timeout": "1 h"}, TypeError, r"timeout: '1 h' given, it must be a number"),

@@ -10,6 +10,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import pipedream2bw as pd2
+from pipedream2bw.options import EXCLUSIONS
+from pipedream2bw.rules import among, refuse
 from pipedream2bw.stages.compile import compile_options
 from tests.exhaustive import exhaustive
 from tests.runs.trajectory import (
@@ -102,8 +104,8 @@ def test_evaluation_and_late_hooks_of_compiled_stages() -> None:
     ("options", "kind", "message"),
     [
         ({"compile": "yes"}, TypeError, r"compile: 'yes' given, it must be a bool or a dict"),
-        ({"compile": True, "recompute": True}, ValueError, r"compile: True, with recompute"),
-        ({"compile": True, "recompute": ["2"]}, ValueError, r"compile: True, with recompute"),
+        ({"compile": True, "recompute": True}, ValueError, r"compile: True, recompute"),
+        ({"compile": True, "recompute": ["2"]}, ValueError, r"compile: True, recompute"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(
@@ -132,12 +134,14 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_torchs_own_graphs_are_refused_on_a_device(options: dict[str, Any]) -> None:
+    facts = {"compile": options, "device": torch.device("cuda")}
     with pytest.raises(
         ValueError, match=r"compile: .* makes torch's CUDA graphs, .*: give graphs="
     ):
-        compile_options(options, torch.device("cuda"), recomputes=False)
+        refuse(among(EXCLUSIONS, facts), facts)
     other = {"mode": "max-autotune-no-cudagraphs"}
-    assert compile_options(other, torch.device("cuda"), recomputes=False) == {
+    refuse(among(EXCLUSIONS, facts), {**facts, "compile": other})
+    assert compile_options(other, torch.device("cuda")) == {
         "backend": "inductor",
         **other,
     }

@@ -12,6 +12,7 @@ from torch import nn
 from pipedream2bw.capture.capture import capture
 from pipedream2bw.capture.captured import Captured
 from pipedream2bw.model.precision import Precision
+from pipedream2bw.options import Options
 from pipedream2bw.stages.boundaries import choose_boundaries, crossing_values, place_like
 from pipedream2bw.stages.cut import split_into_stages
 from pipedream2bw.stages.modes import Mode, Modes
@@ -68,14 +69,7 @@ def both_modes(
         split=split,
         replicated=(),
         recomputed_blocks=(),
-        precision=Precision(
-            model,
-            precision=None,
-            split_master=False,
-            gradient_dtype=None,
-            autocast=None,
-            device_type="cpu",
-        ),
+        precision=Precision(model, Options(), "cpu"),
     )
     first = modes.capture(model.training)
     return first, modes.capture(model.train(not model.training).training)

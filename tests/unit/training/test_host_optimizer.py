@@ -213,13 +213,13 @@ def test_a_failing_batch_is_discarded(part: str) -> None:
 @pytest.mark.parametrize(
     ("make", "opt_options", "message"),
     [
-        (RMSprop, {}, r'optimizer_device: "cpu", optimizer: RMSprop of torch.float32'),
+        (RMSprop, {}, r"optimizer_device: 'cpu', optimizer: RMSprop of torch.float32"),
         (
             lambda ps: Adam(ps, capturable=True),
             {},
-            r'optimizer_device: "cpu", optimizer: Adam of torch.float32',
+            r"optimizer_device: 'cpu', optimizer: Adam of torch.float32",
         ),
-        (SGD, {"staleness": pd2.NesterovCorrection()}, r'optimizer_device: "cpu", staleness: Nest'),
+        (SGD, {"staleness": pd2.NesterovCorrection()}, r"optimizer_device: 'cpu', staleness: Nest"),
     ],
 )
 def test_what_cannot_step_there_is_refused(

@@ -276,7 +276,7 @@ def test_torchs_own_stream_by_option() -> None:
         ({"random": "numpy"}, r"random: 'numpy', known: 'keyed', 'torch'"),
         (
             {"random": "torch", "recompute": True},
-            r"random: 'torch', with recompute: True: .*choose random='keyed'",
+            r"random: 'torch', recompute: True: .*choose random='keyed'",
         ),
     ],
 )
