@@ -2,10 +2,10 @@
 
     python -m tests.spine [--lines FILE]
 
-The README's first example runs in threads under coverage (Python by its trace function, C++ by gcov,
-in a build of its own under build/spine), then in two processes. Of the lines that run after the
-import in threads the files of docs/spine.txt have at least 90 %. They are at most 60, of at most
-12,000 lines. --lines shows a file with a mark at each line that ran.
+The README's first example runs in threads under coverage (Python by its trace function, C++ by
+gcov, in a build of its own under build/spine), then in two processes. Of the lines that run after
+the import in threads the files of docs/spine.txt have at least 90 %. They are at most 60, of at
+most 12,000 lines. --lines shows a file with a mark at each line that ran.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def main() -> int:
     size = sum(map(num_lines, spine))
     share = share_of(spine, threads)
     print(f"docs/spine.txt: {len(spine)} files, {size} lines")
-    json.dump({f: [len(threads[f]), len(processes[f]), len(both[f])] for f in both}, open("/tmp/spine/counts.json", "w"))
     print(f"of {sum(map(len, threads.values()))} lines that ran in threads: {share:.1%}")
-    print(f"of {sum(map(len, both.values()))} in threads or two processes: {share_of(spine, both):.1%}")
+    both_share = share_of(spine, both)
+    print(f"of {sum(map(len, both.values()))} there or in processes: {both_share:.1%}")
     is_small = len(spine) <= MAX_FILES and size <= MAX_LINES
     if not is_small or share < MIN_SHARE or len(set(spine)) < len(spine):
         print(f"wanted: {MAX_FILES} files, {MAX_LINES} lines, {MIN_SHARE:.0%} of those in threads")
