@@ -19,6 +19,7 @@ from ..pipeline.module import PipelineModule
 from ..ranks.agreement import Operation
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
+from ..runtime.stage_values import load_versions
 from .commit import checkpoints
 from .cut import MODEL, OPTIMIZER, buffer_prefix, older
 from .folder import Folder
@@ -396,7 +397,7 @@ class _Prepared:
         """Changes the pipeline and its optimizer; gives the values of extra."""
         session, manifest = self._session, self._source.manifest
         for stage in session.stages:
-            stage.weights.load(self._weights[stage.index])
+            load_versions(stage.weights, self._weights[stage.index])
             buffers = stage.weights.named_buffers()
             with torch.no_grad():
                 for name, value in self._buffers[stage.index].items():

@@ -26,8 +26,9 @@ from .graphs import graph_setup, with_graphs
 from .interrupts import interrupts_later
 from .joint_updates import JointUpdates
 from .runner import BoundProgram, StageOptions, StageRunner, while_alive
+from .stage_values import take_over
 from .stage_weights import StageSpec, StageWeights
-from .taking_over import share_out, take_over
+from .taking_over import share_out
 from .tied_copies import Tie, TiedCopies, find_ties, is_trained
 
 

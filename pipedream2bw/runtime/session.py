@@ -26,6 +26,7 @@ from .intake import Intake
 from .interrupts import interrupts_later, last_uncaught
 from .local_model import LocalModel
 from .local_stages import LocalStages
+from .stage_values import give_back
 
 _Made = TypeVar("_Made")
 _Row = TypeVar("_Row", bound=tuple[int, ...])
@@ -399,7 +400,7 @@ class Session:
         self.flush_to_read(Operation.flush)
         self.close()  # which shows the pipeline's memory for the last time
         for stage in self.stages.of_first_pipeline():
-            stage.weights.give_back()
+            give_back(stage.weights)
         self.stages.options.precision.restore()
 
     def close(self) -> None:

@@ -41,7 +41,9 @@ class Mode:
             place: what an error's text about them begins with.
         """
         captured, rule = self.captured, self.captured.shape_rule
-        for size in sizes if rule is not None else ():
+        if rule is None:
+            return
+        for size in sizes:
             shapes = {
                 position: (
                     captured.signature.tensors[position].path,
