@@ -135,7 +135,7 @@ test-cpp: $(STAMPS)/extension
 	$(call run_cpp_tests,build/cpp,-DPD2_TESTS='core;planner;transport;kernels' $(PD2_OBJECTS),--timeout 300)
 	$(call run_cpp_tests,build/cpp-asan,$(ASAN),--timeout 600)
 
-PD2_OBJECTS = -DPD2_OBJECTS="$$(ls -dt $(abspath build)/temp-* | grep -v testing | head -n 1)"
+PD2_OBJECTS = -DPD2_OBJECTS="$$(ls -dt $(abspath build)/temp-* | grep -v 'testing\|coverage' | head -n 1)"
 
 # Needs no torch: .ci/run compiles this while pip brings it.
 ASAN = -DPD2_SANITIZE=address$(comma)undefined
@@ -157,6 +157,10 @@ test-python: $(STAMPS)/test $(STAMPS)/delays
 # (docs/design/checked-device.md).
 test-device: $(STAMPS)/test $(STAMPS)/delays
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/device $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+# Which lines a training passes, beside docs/spine.txt. Builds the extension once more, for gcov.
+spine: $(STAMPS)/test
+	$(BIN)/python -m tests.spine
 
 FUZZ_INPUTS ?= 10000000
 FUZZ_TESTS := build/cpp-asan/core_test --gtest_filter='ScheduleTextFuzz.*'

@@ -8,6 +8,8 @@ Environment:
     PIPEDREAM2BW_TESTING  1 builds, instead of the package's extension, those that tests and
                          benchmarks need: benchmarks/measuring/_delays and tests/device/_checked.
                          Only with --inplace.
+    PIPEDREAM2BW_COVERAGE  1 builds without optimization, for gcov to note which lines run. Not with
+                         --inplace: see tests/spine.
     PIPEDREAM2BW_WHEEL   1 names the package's version after the torch that it is built for, as in
                          0.1.0+cu130torch2.13cxx11abitrue, and makes it need that minor version of
                          torch.
@@ -198,6 +200,7 @@ def extension(
     with_cuda: bool,
     werror: bool,
     testing: bool,
+    coverage: bool,
 ) -> Any:
     # gcc and clang drop a -I that is given with -isystem too: no warnings from others' headers.
     system_includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
@@ -208,7 +211,7 @@ def extension(
     # it is not linked again.
     cxx = [
         "-std=c++20",
-        "-O2",
+        *(["-O0", "--coverage", "-fprofile-update=atomic"] if coverage else ["-O2"]),
         "-fopenmp",
         "-g0",
         "-fvisibility=hidden",
@@ -230,6 +233,7 @@ def extension(
         include_dirs=[str(CSRC), *([str(TESTS)] if testing else [])],
         define_macros=[("PD2_WITH_CUDA", None)] if with_cuda else [],
         extra_compile_args={"cxx": cxx, "nvcc": nvcc} if with_cuda else {"cxx": cxx},
+        extra_link_args=["--coverage"] if coverage else [],
     )
 
 
@@ -270,6 +274,7 @@ def main() -> None:
     nvcc = find_nvcc(os.environ)
     setting = os.environ.get("PIPEDREAM2BW_CUDA", "auto")
     testing = is_on("PIPEDREAM2BW_TESTING", os.environ)
+    coverage = is_on("PIPEDREAM2BW_COVERAGE", os.environ)
     with_cuda = not testing and use_cuda(setting, torch.version.cuda, nvcc)
     if with_cuda:
         assert nvcc is not None
@@ -286,12 +291,15 @@ def main() -> None:
             # temporary folder: one folder per compiler input keeps rebuilds both right and short.
             tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
             kind = "-testing" if testing else "-cuda" if with_cuda else ""
+            kind += "-coverage" if coverage else ""
             self.build_temp = str(ROOT / "build" / f"temp-{tag}{kind}")
             self.force = True  # ninja decides what to compile, setuptools cannot see headers
 
         def run(self) -> None:
             if testing and not self.inplace:
                 raise fail("PIPEDREAM2BW_TESTING: 1, but it is for build_ext --inplace alone")
+            if coverage and self.inplace:
+                raise fail("PIPEDREAM2BW_COVERAGE: 1, but not for build_ext --inplace")
             super().run()
             if testing:
                 return
@@ -302,7 +310,15 @@ def main() -> None:
     package = {"pipedream2bw._C": sources_of_package(with_cuda)}
     werror = is_on("PIPEDREAM2BW_WERROR", os.environ)
     modules = [
-        extension(cpp_extension, name, sources, with_cuda=with_cuda, werror=werror, testing=testing)
+        extension(
+            cpp_extension,
+            name,
+            sources,
+            with_cuda=with_cuda,
+            werror=werror,
+            testing=testing,
+            coverage=coverage,
+        )
         for name, sources in (sources_for_testing() if testing else package).items()
     ]
     version, needed = package_version(), f"torch>={'.'.join(map(str, MINIMUM_TORCH))}"

@@ -21,6 +21,7 @@ from ..ranks.agreement import Operation
 from ..runtime.extension import Extension
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
+from ..runtime.stage_values import load_versions
 from .commit import ABANDONED, CORRUPT, checkpoints, look, set_aside
 from .folder import MANIFEST, Folder, step_of
 from .manifest import Manifest, RankPart
@@ -495,7 +496,7 @@ class _Prepared:
         """Changes the pipeline and its optimizer; gives the values of extra."""
         session, manifest = self._session, self._source.manifest
         for stage in session.stages:
-            stage.weights.load(self._weights[stage.index])
+            load_versions(stage.weights, self._weights[stage.index])
             buffers = stage.weights.named_buffers()
             with torch.no_grad():
                 for name, value in self._buffers[stage.index].items():

@@ -17,6 +17,7 @@ from ..ranks.agreement import Announcement, Operation
 from ..rules import exclusions
 from ..runtime.extension import Extension, HeldBytes, Kept, Update
 from ..runtime.session import Session
+from ..runtime.stage_values import held_tensors
 from ..runtime.stage_weights import StageWeights
 from .model_traveling import measured_loss, newest_of, replaced
 from .sites import SiteLink
@@ -178,7 +179,7 @@ replica_sync: given, schedule: of two pipelines |
                     f"replica_sync: parameters of stage {stage.index} (their SHA-256)",
                     _fingerprint(weights),
                 )
-                to_others.take_first(weights.held_tensors())
+                to_others.take_first(held_tensors(weights))
                 weights.engine.restart_delay()
                 weights.show_newest()
                 self.stages[stage.index] = StageSync(weights, to_others, self._outer)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from ..runtime.stage_values import masters_shown
 from ..runtime.stage_weights import StageWeights
 
 _STATE_NAMES = {
@@ -153,7 +154,7 @@ def load_states(
         return
     with contextlib.ExitStack() as shown:  # torch gives moments their parameters' dtypes
         for weights in stages:
-            shown.enter_context(weights.masters_shown())
+            shown.enter_context(masters_shown(weights))
         for optimizer, theirs in zip(optimizers, state_dicts, strict=True):
             optimizer.load_state_dict(theirs)
 

@@ -21,6 +21,7 @@ from ..model.metrics import Metric
 from ..options import Options
 from ..ranks.agreement import Operation
 from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
+from ..runtime.evaluation import evaluate
 from ..runtime.given import Call
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.lazy_numbers import Loss
@@ -416,7 +417,7 @@ class PipelineModule(nn.Module):
                 "under torch.no_grad() or after eval()"
             )
         call = Call(Microbatch(*args, **kwargs), microbatches)
-        return self.session.evaluate(call, is_train=self.training)
+        return evaluate(self.session, call, is_train=self.training)
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:
         """Drains, closes the pipeline and gives the whole model back with the newest weights.

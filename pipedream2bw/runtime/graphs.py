@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from .. import _C
+from .microbatch_kinds import RecordedForwards
+from .runner import StageOptions, StageRunner, while_alive
 
 _SHARE_OF_MEMORY = 4
 """The graphs of a process take up to this part of its device's memory."""
@@ -43,21 +45,29 @@ def graphs_of(report: _C.GraphReport) -> StageGraphs:
     )
 
 
+def with_graphs(runner: StageRunner, options: StageOptions) -> StageRunner | RecordedForwards:
+    """What runs a stage's forwards for the engine: the runner itself, unless some are recorded."""
+    if options.given.graphs is False:
+        return runner
+    return RecordedForwards(runner, has_metrics=bool(options.metrics))
+
+
 def graph_setup(
+    forwards: StageRunner | RecordedForwards,
     graphs: bool | str,
-    look: Callable[[_C.ForwardCall], _C.GivenInputs],
     device: torch.device,
     num_stages: int,
 ) -> _C.GraphSetup:
     """How a stage, one of so many of this process, uses graphs.
 
     Args:
+        forwards: as :func:`with_graphs` gives it.
         graphs: as :class:`PipelineModule` takes it.
-        look: what the runner does before a forward that may not be called.
     """
-    if graphs is False:
+    if isinstance(forwards, StageRunner):
         return _C.GraphSetup()
     most_bytes = most_bytes_of(device, num_stages)
+    look = while_alive(forwards.look)
     return _C.GraphSetup(always=graphs is True, look=look, most_bytes=most_bytes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from .microbatch import (
 )
 from .normalizer import Normalizer
 from .runner import RunInputs
+from .same_batch import check_rows, check_same_batch
 
 _Part = TypeVar("_Part")
 
@@ -83,7 +83,8 @@ class Intake:
                 rows.append(_rows_of(values, mode, place))
                 shapes.append(hash_of_shapes(values, mode.whole, (is_train, given.training)))
                 sizes = rows[-1:] if call.is_list else self._sizes(rows[-1])
-                self._check_shapes(values, shapes[-1], mode, sizes, place)
+                new = {size for size in sizes if (shapes[-1], size) not in self._layouts}
+                mode.check_shapes(values, new, place)
             if given.training and not call.is_list:
                 self._check_number("rows of the batch", rows[0], given)
         if is_last:
@@ -91,7 +92,7 @@ class Intake:
                 target = SplitTree.of(each.target, place + "target", self._replicated)
                 given.targets.append(target)
                 target_rows.append(-1 if target.rows is None else target.rows)
-            _check_rows(rows, target_rows)
+            check_rows(rows, target_rows)
             normalizer = self._normalizer.of([each.target for _, each in parts], call.normalizer)
         if call.is_list:
             given.listed = Listed(tuple(rows), tuple(shapes), tuple(target_rows))
@@ -110,33 +111,6 @@ class Intake:
         """Rows of each microbatch of a replica's batch, which is to be split."""
         replica = self._grid.replica if replica is None else replica
         return microbatch_rows(rows, max(1, min(rows, self._of_replicas[replica])))
-
-    def _check_shapes(
-        self, values: Sequence[Any], number: int, mode: Mode, sizes: Sequence[int], place: str
-    ) -> None:
-        """Raises ValueError unless microbatches of these sizes have shapes that were captured.
-
-        Args:
-            number: of these shapes, but for the rows.
-        """
-        captured, rule = mode.captured, mode.captured.shape_rule
-        if rule is None:
-            return
-        for size in {size for size in sizes if (number, size) not in self._layouts}:
-            shapes = {
-                position: (
-                    captured.signature.tensors[position].path,
-                    value.shape if whole else (size, *value.shape[1:]),
-                )
-                for position, value, whole in zip(
-                    captured.input_positions, values, mode.whole, strict=True
-                )
-            }
-            if (reason := rule.why_not(shapes)) is not None:
-                raise ValueError(
-                    f"{place}{reason}: torch.export has captured the model for these shapes; "
-                    "dynamic_shapes=True captures it for all that it leaves open"
-                )
 
     def _check_number(self, what: str, number: int, given: Given, most: int | None = None) -> None:
         least = self._grid.num_pipelines if given.training else 1
@@ -164,13 +138,8 @@ class Intake:
             ValueError: on every rank: what the ranks were given does not go together.
         """
         training = part is not None
-        modes = [("eval", "train")[rank.training] for rank in announced]
-        if len(set(modes)) > 1:
-            shown = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
-            raise ValueError(f"train() or eval() must be the same on every rank, got {shown}")
         grid = self._grid
-        for replica in range(grid.width):
-            self._check_replica(announced, listed, replica, training=training)
+        check_same_batch(grid, announced, listed, training=training)
 
         def sizes_of(replica: int) -> list[int]:
             first = grid.process_of(0, replica)
@@ -254,53 +223,6 @@ class Intake:
             )[mine]
         return inputs
 
-    def _check_replica(
-        self,
-        announced: Sequence[Announcement],
-        listed: Sequence[Listed | None],
-        replica: int,
-        *,
-        training: bool,
-    ) -> None:
-        """Raises ValueError unless a replica's ranks were given one batch."""
-        grid = self._grid
-        begins = range(0, grid.num_stages, grid.depth) if training else (0,)
-        one = grid.process_of(0, replica, 0)
-        for shard, begin in itertools.product(range(grid.num_shards), begins):
-            last = grid.process_of(begin + grid.depth - 1, replica, shard)
-            kinds = [announced[rank].is_list for rank in (one, last)]
-            if training and kinds[0] != kinds[1]:
-                told = [("a batch", "microbatches=")[kind] for kind in kinds]
-                raise ValueError(
-                    f"train_step on rank {one}: {told[0]}, on rank {last}: {told[1]}: the ranks of "
-                    "a replica are given the same"
-                )
-            first, other = (listed[rank] if listed else None for rank in (one, last))
-            if first is not None and other is not None:
-                _check_rows(first.rows, other.target_rows)
-            else:
-                _check_rows([announced[one].argument_rows], [announced[last].target_rows])
-            self._check_same_batch(announced, replica, shard, begin)
-
-    def _check_same_batch(
-        self, announced: Sequence[Announcement], replica: int, shard: int, begin: int
-    ) -> None:
-        """Raises ValueError unless all first stages of the replica were given one batch."""
-        process_of = self._grid.process_of
-        ranks = [process_of(0, replica, 0), process_of(begin, replica, shard)]
-        first, other = (announced[rank] for rank in ranks)
-        if first.argument_rows != other.argument_rows:
-            raise ValueError(
-                f"rows of the arguments on rank {ranks[0]}: {first.argument_rows}, on rank "
-                f"{ranks[1]}: {other.argument_rows}: all first stages of a replica are given "
-                "the same batch"
-            )
-        if first.shapes != other.shapes:
-            raise ValueError(
-                f"arguments on rank {ranks[0]} and on rank {ranks[1]}: their shapes or dtypes "
-                "differ: all first stages of a replica are given the same batch"
-            )
-
 
 def _rows_of(values: Sequence[Any], mode: Mode, place: str) -> int:
     captured = mode.captured
@@ -346,20 +268,3 @@ def _weights_of_means(sizes: Sequence[int], of_batch: Sequence[int]) -> _C.LossW
 
 def _total(rows: Sequence[int]) -> int:
     return sum(rows) if rows and min(rows) >= 0 else -1
-
-
-def _check_rows(rows: Sequence[int], target_rows: Sequence[int]) -> None:
-    """Raises ValueError unless arguments and targets go together; empty: not given here."""
-    if rows and target_rows and len(rows) != len(target_rows):
-        raise ValueError(
-            f"microbatches: {len(rows)} with arguments, {len(target_rows)} with targets: the ranks "
-            "of a replica are given the same"
-        )
-    for number, (of_arguments, of_target) in enumerate(zip(rows, target_rows, strict=False)):
-        if of_arguments >= 0 and of_target >= 0 and of_arguments != of_target:
-            place = f"microbatch {number}: " if len(rows) > 1 else ""
-            raise ValueError(
-                f"{place}rows of the arguments: {of_arguments}, rows of the target: {of_target}: "
-                "they must agree; name a tensor in replicated=() to pass it whole to every "
-                "microbatch"
-            )

@@ -15,6 +15,7 @@ from ..stages.modes import Mode
 from .extension import Extensions
 from .local_stages import LocalStages
 from .stage_memory import memory_of
+from .stage_values import masters_shown
 
 
 class LocalModel:
@@ -81,7 +82,7 @@ class LocalModel:
     def _masters_shown(self, *, change: bool = False, whole: bool = False) -> Iterator[None]:
         with contextlib.ExitStack() as shown:
             for stage in self._stages:
-                shown.enter_context(stage.weights.masters_shown(change=change, whole=whole))
+                shown.enter_context(masters_shown(stage.weights, change=change, whole=whole))
             yield
 
     def load(self, checkpoint: Checkpoint, strict: bool) -> Any:

@@ -22,13 +22,13 @@ from ..ranks.grid import RankGrid
 from ..stages.compile import compiled
 from ..stages.modes import Mode
 from ..stages.program import StageProgram
-from .graphs import graph_setup
+from .graphs import graph_setup, with_graphs
 from .interrupts import interrupts_later
 from .joint_updates import JointUpdates
-from .losses import loss_board
 from .runner import BoundProgram, StageOptions, StageRunner, while_alive
+from .stage_values import take_over
 from .stage_weights import StageSpec, StageWeights
-from .taking_over import share_out, take_over
+from .taking_over import share_out
 from .tied_copies import Tie, TiedCopies, find_ties, is_trained
 
 
@@ -39,6 +39,7 @@ class LocalStage:
     index: int
     weights: StageWeights
     runner: StageRunner
+    forwards: object  # which the engine calls, and does not hold
     executor: _C.Executor  # of the rank, which may have several stages
     bound: dict[int, BoundProgram] = dataclasses.field(default_factory=dict)  # by wiring
 
@@ -115,7 +116,7 @@ class LocalStages:
         )
         most_bytes = sum(parameter.nbytes for parameter in root.parameters())
         grid.connect_replicas(devices, min(options.bucket_bytes, most_bytes))
-        self.losses = loss_board(grid, control, options, schedule)
+        self.losses = _loss_board(grid, control, options, schedule)
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties), mode.captured.costs.hooked)
         self._ties = TiedCopies(ties, grid, weights)
@@ -203,6 +204,7 @@ class LocalStages:
         for rank in grid.local_ranks:
             here = grid.stages_of(rank)
             runners = {i: StageRunner(i % d, d, weights_of[i], options) for i in here}
+            forwards = {i: with_graphs(runners[i], options) for i in here}
             executor = _C.Executor(
                 schedule=schedule,
                 rank=rank,
@@ -215,11 +217,11 @@ class LocalStages:
                     _C.StageSetup(
                         index=i,
                         stage=weights_of[i].engine,
-                        forward=while_alive(runners[i].forward),
+                        forward=while_alive(forwards[i].forward),
                         recompute=options.recompute[i % d],
                         graphs=graph_setup(
+                            forwards[i],
                             options.given.graphs,
-                            while_alive(runners[i].look),
                             weights_of[i].device,
                             len(grid.stages),
                         ),
@@ -233,7 +235,13 @@ class LocalStages:
                 keep_error=_keeping(weakref.ref(self._errors)),
             )
             stages += [
-                LocalStage(index=i, weights=weights_of[i], runner=runners[i], executor=executor)
+                LocalStage(
+                    index=i,
+                    weights=weights_of[i],
+                    runner=runners[i],
+                    forwards=forwards[i],
+                    executor=executor,
+                )
                 for i in schedule.update_order(rank)
             ]
         torch.set_num_threads(threads)  # setting a thread's number sets the default of new ones
@@ -414,6 +422,33 @@ def _device_of_each(schedule: _C.Schedule, devices: Sequence[torch.device]) -> l
     d = schedule.depth
     placed = dict(zip(schedule.placement[:d], devices, strict=True))
     return [placed.get(rank, devices[stage % d]) for stage, rank in enumerate(schedule.placement)]
+
+
+def _loss_board(
+    grid: RankGrid, control: ControlPlane, options: StageOptions, schedule: _C.Schedule
+) -> _C.LossBoard:
+    """Makes the board that brings losses from the last stages to this process.
+
+    A loss is the replica's own. Where the rows of all replicas are one batch it is that batch's:
+    each replica's last stage adds its part to those of the replicas before.
+    """
+    replicas = range(grid.width) if options.is_one_batch else range(grid.replica, grid.replica + 1)
+    return _C.LossBoard(
+        fault=control.fault,
+        group="" if control.group is None else control.group.group_name,
+        shared=control.board,
+        ranks=[
+            grid.process_of(stage, replica)
+            for replica in replicas
+            for stage in range(grid.num_stages)
+        ],
+        replica=grid.replica,
+        num_replicas=grid.width,
+        num_parts=len(replicas) * grid.num_pipelines,
+        first_part=replicas.index(grid.replica) * grid.num_pipelines,
+        num_numbers=1 + len(options.metrics),
+        runs_behind=schedule.forward_batches_behind,
+    )
 
 
 def _end_engine(

@@ -1,15 +1,17 @@
-"""What a stage's forward depends on beside its tensors, for the engine that records forwards."""
+"""Forwards for an engine that records them: what each depends on beside its tensors."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from .. import _C
 from ..model.added_loss import LossWeight
+from .runner import GivenMicrobatch, RunInputs, StageRunner
 
 _MOST_KINDS = 64
 _MOST_TIMES_REPLACED = 2
@@ -29,8 +31,6 @@ class MicrobatchKinds:
 
     Attributes:
         refusal: why no forward can be recorded; empty: they may be.
-        adds_losses: whether a forward has called :func:`add_loss`, so that it depends on the weight
-            of the microbatch's loss.
     """
 
     def __init__(self, places: Callable[[], Sequence[tuple[dict[str, Any], str]]]) -> None:
@@ -39,7 +39,6 @@ class MicrobatchKinds:
         self._buffers: tuple[int, ...] = ()
         self._times_replaced = 0  # one after the other
         self.refusal = ""
-        self.adds_losses = False
 
     def look_at_buffers(self) -> None:
         """Notices buffers that have been put in the place of others since the last call."""
@@ -61,11 +60,9 @@ class MicrobatchKinds:
 
         Args:
             leaves, structure: what the microbatch is given beside the messages.
-            weight: of its loss.
+            weight: of its loss, if a forward depends on it.
             share: of its rows in the batch, if metrics are weighted with it.
         """
-        if weight is not None and not self.adds_losses:
-            weight = None
         constants = [(type(leaf), leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         kind = (constants, structure, self._buffers, weight, share)
         if self.refusal or refusal(leaves):  # which may not even be comparable
@@ -101,3 +98,50 @@ def refusal(leaves: Sequence[Any]) -> str:
         type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))
     }
     return f"an argument is of type {min(others)}" if others else ""
+
+
+class _Looked(NamedTuple):
+    """What has been taken out of a run's inputs for a forward that comes next, or never."""
+
+    run: int
+    microbatch: int
+    inputs: RunInputs
+    given: GivenMicrobatch
+
+
+class RecordedForwards:
+    """A runner's forwards, some of which are recorded, and are not called again for their kind."""
+
+    def __init__(self, runner: StageRunner, *, has_metrics: bool) -> None:
+        self._runner = runner
+        self._has_metrics = has_metrics
+        self._kinds = MicrobatchKinds(runner.buffer_places)
+        self._looked: _Looked | None = None
+
+    def look(self, call: _C.ForwardCall) -> _C.GivenInputs:
+        """Takes what a microbatch of a train_step is given, before :meth:`forward` or instead."""
+        inputs, given = self._runner.take(call)
+        self._looked = _Looked(call.run, call.microbatch, inputs, given)
+        if call.microbatch == 0:
+            self._kinds.look_at_buffers()
+        share = inputs.sizes[call.microbatch] / inputs.total_rows if self._has_metrics else None
+        leaves, structure = pytree.tree_flatten((given.values, given.target))
+        # Of a forward that has called add_loss() the weight is a constant, too.
+        weight = given.loss_weight if self._runner.adds_losses else None
+        kind = self._kinds.number(leaves, structure, weight, share)
+        return _C.GivenInputs(given.tensors(), kind, self._kinds.refusal or refusal(leaves))
+
+    def forward(self, call: _C.ForwardCall) -> _C.ForwardResult:
+        """Runs one microbatch."""
+        looked = self._looked
+        if call.given is not None:
+            assert looked is not None, "look() comes before a recording"
+            given = looked.given.with_tensors(call.given)
+            with self._kinds.recording():
+                return self._runner.train(looked.inputs, given, call)
+        if call.again:
+            return self._runner.forward(call)
+        self._looked = None
+        if looked is not None and (looked.run, looked.microbatch) == (call.run, call.microbatch):
+            return self._runner.train(looked.inputs, looked.given, call)
+        return self._runner.forward(call)

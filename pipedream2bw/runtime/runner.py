@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,8 +23,8 @@ from ..model.trees import tensors_in
 from ..options import Options
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
-from ..stages.recompute import Replay, Replayer
-from .microbatch_kinds import MicrobatchKinds, refusal
+from .messages import pack, unpack
+from .run_again import RunAgain
 from .stage_calls import StageCalls
 from .stage_weights import StageWeights
 from .written_buffers import Holder, WrittenBuffers
@@ -118,7 +117,7 @@ class RunInputs:
 
 
 @dataclasses.dataclass
-class _Given:
+class GivenMicrobatch:
     """Inputs of one microbatch, beside the messages.
 
     It is taken out of the run's inputs: the graph keeps what the backward needs.
@@ -127,10 +126,9 @@ class _Given:
     values: list[Any]  # stage 0: the model's inputs
     target: Any
     loss_weight: LossWeight | None = None  # of a train_step
-    bytes_kept: int = 0
 
     @classmethod
-    def of(cls, inputs: RunInputs, microbatch: int) -> _Given:
+    def of(cls, inputs: RunInputs, microbatch: int) -> GivenMicrobatch:
         given = cls([], None, inputs.loss_weights[microbatch] if inputs.training else None)
         if inputs.values is not None:
             given.values, inputs.values[microbatch] = inputs.values[microbatch], None
@@ -141,22 +139,13 @@ class _Given:
     def tensors(self) -> list[torch.Tensor]:
         return tensors_in((self.values, self.target))
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> _Given:
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> GivenMicrobatch:
         """Returns a copy that holds other tensors."""
         remaining = iter(tensors)
         values, target = pytree.tree_map_only(
             torch.Tensor, lambda _: next(remaining), (self.values, self.target)
         )
-        return _Given(values, target, self.loss_weight, self.bytes_kept)
-
-
-class _Taken(NamedTuple):
-    """What has been taken out of a run's inputs for a forward that comes next, or never."""
-
-    run: int
-    microbatch: int
-    inputs: RunInputs
-    given: _Given
+        return GivenMicrobatch(values, target, self.loss_weight)
 
 
 class StageRunner:
@@ -170,6 +159,10 @@ class StageRunner:
 
     Attributes:
         calls: what the stage is to call between its runs.
+        buffer_places: lists the buffers that its forwards use.
+        bytes_kept: of a microbatch for its backward, by layout.
+        adds_losses: whether a forward has called :func:`add_loss`, so that it depends on the weight
+            of the microbatch's loss.
     """
 
     def __init__(
@@ -184,20 +177,20 @@ class StageRunner:
         losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
         of_losses = [Holder(module._buffers, None) for module in losses]
         loss_places = [(holder, leaf) for holder, _ in of_losses for leaf in holder]
-        self._buffer_places = lambda: [*weights.replayed_places(), *loss_places]
+        self.buffer_places = lambda: [*weights.replayed_places(), *loss_places]
         self._buffers = WrittenBuffers(lambda: [*weights.buffer_holders(), *of_losses])
         self.calls = StageCalls()
         self._begun: list[tuple[int, int]] = []  # batches that may be taken back, and first runs
         self._engine = weights.engine
-        self._frozen = list(weights.frozen.values())
         self._precision = options.precision
-        self._recompute = options.recompute[stage]
+        self._again = (
+            RunAgain(self.buffer_places, weights.frozen.values())
+            if options.recompute[stage]
+            else None
+        )
         self.bytes_kept: dict[int, int] = {}  # by layout
-        self._replayers: dict[int, Replayer] = {}  # by layout
-        self._replays: dict[tuple[int, int], tuple[BoundProgram, Replay, _Given]] = {}
+        self.adds_losses = False
         self._runs: dict[int, RunInputs] = {}
-        self._taken: _Taken | None = None
-        self._kinds = MicrobatchKinds(self._buffer_places)
         self.thread: list[int] = []  # the executor's, once it is known
         self._default_device = torch.get_default_device()  # the caller's: threads have their own
 
@@ -213,34 +206,16 @@ class StageRunner:
         _C.use_here(tensors_in(outputs))
         return outputs
 
-    def look(self, call: _C.ForwardCall) -> _C.GivenInputs:
-        """Takes what a microbatch of a train_step is given, before :meth:`forward` or instead."""
-        inputs, given = self._take(call)
-        self._taken = _Taken(call.run, call.microbatch, inputs, given)
-        if call.microbatch == 0:
-            self._kinds.look_at_buffers()
-        share = inputs.sizes[call.microbatch] / inputs.total_rows if self._metrics else None
-        leaves, structure = pytree.tree_flatten((given.values, given.target))
-        kind = self._kinds.number(leaves, structure, given.loss_weight, share)
-        return _C.GivenInputs(given.tensors(), kind, self._kinds.refusal or refusal(leaves))
-
     def forward(self, call: _C.ForwardCall) -> _C.ForwardResult:
         """Runs one microbatch."""
         if call.again:
-            return self._forward_again(call)
-        if call.given is not None:
-            assert self._taken is not None, "look() comes before a recording"
-            given = self._taken.given.with_tensors(call.given)
-            with self._kinds.recording():
-                return self._train(self._taken.inputs, given, call)
-        taken, self._taken = self._taken, None
-        if taken is not None and (taken.run, taken.microbatch) == (call.run, call.microbatch):
-            return self._train(taken.inputs, taken.given, call)
+            assert self._again is not None
+            return self._again.forward(call, self.compute)
         inputs = self._runs[call.run]
         if inputs.training:
-            return self._train(*self._take(call), call)
+            return self.train(*self.take(call), call)
         self._prepare(call)
-        given = _Given.of(inputs, call.microbatch)
+        given = GivenMicrobatch.of(inputs, call.microbatch)
         with self._precision.computing(self._device.type):
             outputs = inputs.bound.functions[call.slot](self._values(given, call.inbound))
         if self._is_last:
@@ -255,7 +230,7 @@ class StageRunner:
                 torch.set_default_device(self._default_device)
         self.calls.make(call.run)
 
-    def _take(self, call: _C.ForwardCall) -> tuple[RunInputs, _Given]:
+    def take(self, call: _C.ForwardCall) -> tuple[RunInputs, GivenMicrobatch]:
         """What a microbatch of a train_step is given, out of the run's inputs."""
         self._prepare(call)
         inputs = self._runs[call.run]
@@ -267,7 +242,7 @@ class StageRunner:
         if call.loss_scale != weight.scale:
             weight = dataclasses.replace(weight, scale=call.loss_scale)
             inputs.loss_weights[call.microbatch] = weight
-        return inputs, _Given.of(inputs, call.microbatch)
+        return inputs, GivenMicrobatch.of(inputs, call.microbatch)
 
     def _begin_batch(self, batch: int, run: int) -> None:
         newest = self._engine.newest_version
@@ -285,90 +260,77 @@ class StageRunner:
         self._begun = [begun for begun in self._begun if begun[0] < batch]
         self.calls.take_back(run)
         self._runs = {other: inputs for other, inputs in self._runs.items() if 0 <= other < run}
-        self._replays = {key: kept for key, kept in self._replays.items() if key[0] < run}
+        if self._again is not None:
+            self._again.take_back(run)
 
     def count_anew(self) -> None:
         """Batches and runs get numbers that others had before. The stage is idle."""
         self._begun.clear()
         self._buffers.forget_all()
 
-    def _train(self, inputs: RunInputs, given: _Given, call: _C.ForwardCall) -> _C.ForwardResult:
-        layout = inputs.layouts[call.microbatch]
-        inbound = call.inbound
-        owes_gradients = _is_differentiable(inbound)
+    def train(
+        self, inputs: RunInputs, given: GivenMicrobatch, call: _C.ForwardCall
+    ) -> _C.ForwardResult:
+        """Runs one microbatch of a train_step."""
+        layout, inbound = inputs.layouts[call.microbatch], call.inbound
         with contextlib.ExitStack() as around:
             replay = None
-            if self._recompute:
-                if layout not in self._replayers:
-                    self._replayers[layout] = Replayer(self._buffer_places)
-                replayer = self._replayers[layout]
-                replay = around.enter_context(replayer.first(given.tensors(), keep_inputs=True))
-                around.enter_context(self._frozen_stay())
-            saved = None
-            if layout not in self.bytes_kept:
-                # The first microbatch of a layout shows how much every one of them keeps. Views of
-                # the user's batch cost nothing beyond the batch itself; what was received is
-                # counted apart if it is kept to be received again.
-                not_counted = self._state_pointers() | _storages(given.tensors())
-                if self._recompute:
-                    not_counted |= _storages(tensor for part in inbound for tensor in part.tensors)
-                saved = around.enter_context(SavedBytes(not_counted))
-            messages, loss, output = self._compute(inputs.bound, call.slot, given, inbound)
+            if self._again is not None:
+                replay = around.enter_context(self._again.first(layout, given.tensors()))
+            saved = self._count_saved(layout, given, inbound)
+            if saved is not None:
+                around.enter_context(saved)
+            messages, loss, output = self.compute(inputs.bound, call.slot, given, inbound)
         if saved is not None:
             self.bytes_kept[layout] = saved.total
         kept = self.bytes_kept[layout]
-        has_backward = owes_gradients or _is_differentiable(messages, loss)
-        if replay is not None and not has_backward:
-            kept = 0  # the forward will not be called again
-        elif replay is not None:
-            given.bytes_kept = kept
-            self._replays[call.run, call.microbatch] = (inputs.bound, replay, given)
-            kept = replay.nbytes()
-        share = inputs.sizes[call.microbatch] / inputs.total_rows
-        metrics = (
-            measure(self._metrics, output, given.target, share, self._device)
-            if self._is_last and self._metrics
-            else None
-        )
+        if self._again is not None and replay is not None:
+            if _is_differentiable(inbound) or _is_differentiable(messages, loss):
+                kept = self._again.keep(call, inputs.bound, given, replay, kept)
+            else:
+                kept = 0  # the forward will not be called again
+        metrics = None
+        if self._is_last and self._metrics:
+            share = inputs.sizes[call.microbatch] / inputs.total_rows
+            metrics = measure(self._metrics, output, given.target, share, self._device)
         return _C.ForwardResult(messages, loss, kept, metrics)
 
-    @contextlib.contextmanager
-    def _frozen_stay(self) -> Iterator[None]:
-        before = [parameter._version for parameter in self._frozen]
-        yield
-        if before != [parameter._version for parameter in self._frozen]:
-            raise RuntimeError(
-                "recompute: the forward writes to a frozen parameter, which would change twice: "
-                "make it a buffer"
-            )
+    def _count_saved(
+        self, layout: int, given: GivenMicrobatch, inbound: Sequence[_C.Message]
+    ) -> SavedBytes | None:
+        """Counts what the first microbatch of a layout keeps: every one of them keeps as much.
+
+        Views of the user's batch cost nothing beyond the batch itself. What was received is counted
+        apart if it is kept to be received again.
+        """
+        if layout in self.bytes_kept:
+            return None
+        not_counted = self._state_pointers() | _storages(given.tensors())
+        if self._again is not None:
+            not_counted |= _storages(tensor for part in inbound for tensor in part.tensors)
+        return SavedBytes(not_counted)
 
     def forget(self) -> None:
         """Drops what was kept for microbatches that will not be finished, and for later ones."""
         self._runs.clear()
-        self._replays.clear()
+        if self._again is not None:
+            self._again.forget()
         self.calls.forget()
 
-    def _forward_again(self, call: _C.ForwardCall) -> _C.ForwardResult:
-        bound, replay, given = self._replays.pop((call.run, call.microbatch))
-        with replay.again():
-            given = given.with_tensors(replay.inputs)
-            messages, loss, _ = self._compute(bound, call.slot, given, call.inbound)
-        return _C.ForwardResult(outbound=messages, loss=loss, bytes_kept=given.bytes_kept)
-
-    def _compute(
-        self, bound: BoundProgram, slot: int, given: _Given, inbound: list[_C.Message]
+    def compute(
+        self, bound: BoundProgram, slot: int, given: GivenMicrobatch, inbound: list[_C.Message]
     ) -> tuple[list[_C.Message], torch.Tensor | None, Any]:
         """Messages; of the last stage the loss and the model's output."""
         with weighing(given.loss_weight) as weighed, self._precision.computing(self._device.type):
             outputs = bound.functions[slot](self._values(given, inbound))
             if self._is_last:
                 loss = check_loss(self.loss_fn(outputs[0], given.target))
-        self._kinds.adds_losses |= weighed.has_added
+        self.adds_losses |= weighed.has_added
         if self._is_last:
             return [], loss, outputs[0]
         return bound.messages(outputs), None, None
 
-    def _values(self, given: _Given, inbound: list[_C.Message]) -> list[Any]:
+    def _values(self, given: GivenMicrobatch, inbound: list[_C.Message]) -> list[Any]:
         if self._is_first:
             cast: list[Any] = self._precision.cast(given.values)
             return cast
@@ -396,35 +358,6 @@ def while_alive(
         return alive(call)
 
     return call_it
-
-
-def pack(values: list[Any]) -> _C.Message:
-    """A message for values that are tensors or pytrees of tensors and constants."""
-    if all(isinstance(value, torch.Tensor) for value in values):
-        return _C.Message(b"", values)
-    tensors: list[torch.Tensor] = []
-
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        tensors.append(leaf)
-        return _IsTensor
-
-    structure = pickle.dumps(pytree.tree_map(take, values))
-    return _C.Message(structure, tensors)
-
-
-def unpack(structure: bytes, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """The values of a message with structure."""
-    remaining = iter(tensors)
-    values: list[Any] = pytree.tree_map(
-        lambda leaf: next(remaining) if leaf is _IsTensor else leaf, pickle.loads(structure)
-    )
-    return values
-
-
-class _IsTensor:
-    """Stands for a tensor among a message's constants."""
 
 
 def _is_differentiable(messages: Sequence[_C.Message], loss: torch.Tensor | None = None) -> bool:

@@ -26,7 +26,7 @@ from .intake import Intake
 from .interrupts import interrupts_later, last_uncaught
 from .local_model import LocalModel
 from .local_stages import LocalStages
-from .microbatch import join_outputs
+from .stage_values import give_back
 
 _Made = TypeVar("_Made")
 _Row = TypeVar("_Row", bound=tuple[int, ...])
@@ -59,6 +59,8 @@ class Session:
         extensions: what hangs on the pipeline.
         first_unfinished: the number of the first train_step since the last drain; None: drained.
         discarding: takes back the batches in which the user's code fails.
+        intake: splits what the calls are given.
+        num_evaluations: so far, the number of the next one.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class Session:
         self.num_train_steps = 0
         self.discarding = Discarding(stages, accumulation, self.extensions)
         self._uncaught_before = last_uncaught()  # when the last train_step was submitted
-        self._num_evaluations = 0
-        self._intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
+        self.num_evaluations = 0
+        self.intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
         self.first_unfinished: int | None = None
         self._mode_of_last_step = self.root.training
         self._mode_was_set = False  # and the stages' modules are still in the former one
@@ -134,12 +136,12 @@ class Session:
             # The train_steps that the schedule keeps unfinished, and one to go on with.
             self.stages.wait_for_room(max(2, self.schedule.most_batches_behind + 1))
             number = self.num_train_steps
-            given, microbatches = self._take(
+            given, microbatches = self.agree_on_call(
                 call, self.accumulation.next, Operation.train_step, number, is_train
             )
-            mode = self._mode_in_use(is_train)
+            mode = self.mode_in_use(is_train)
             self._mode_of_last_step = is_train
-            with self._interruptible_later():
+            with self.interruptible_later():
                 slot = self._submit(given, mode, microbatches)
                 self._uncaught_before = last_uncaught()
             return slot
@@ -150,7 +152,7 @@ class Session:
         slot = self.stages.losses.expect(number)
         self.discarding.begin(part, number)
         for stage in self.stages:
-            inputs = self._intake.inputs(given, stage, mode, microbatches)
+            inputs = self.intake.inputs(given, stage, mode, microbatches)
             stage.runner.begin(number, inputs)
         self.stages.submit_train_step(
             _C.Run(
@@ -174,46 +176,16 @@ class Session:
         self.ending.batch = self.num_train_steps
         return slot
 
-    def _interruptible_later(self) -> contextlib.AbstractContextManager[None]:
+    def interruptible_later(self) -> contextlib.AbstractContextManager[None]:
         """With several processes an interrupt ends the pipeline, whatever has been done."""
         return contextlib.nullcontext() if self.grid.in_processes else interrupts_later()
-
-    def evaluate(self, call: Call, *, is_train: bool) -> Any:
-        """Gives the output, of ready-made microbatches a list, where the last stage is. Drains."""
-        self.ending.check_open()
-        with self.ending.failing_closes():
-            given, microbatches = self._take(
-                call, lambda: None, Operation.evaluation, self._num_evaluations, is_train
-            )
-        for extension in self.extensions:
-            extension.before_evaluation()
-        with self.ending.failing_closes():
-            mode = self._mode_in_use(is_train)
-            self.drain()
-            run = ~self._num_evaluations  # never a train_step's number
-            self._num_evaluations += 1
-            stages = self.stages.of_first_pipeline()
-            # If it fails it is discarded alone: as a batch after all that have begun.
-            batch = self.accumulation.num_updates + 1
-            with self._interruptible_later():
-                for stage in stages:
-                    inputs = self._intake.inputs(given, stage, mode, microbatches)
-                    stage.runner.begin(run, inputs)
-                self.stages.submit_evaluation(
-                    _C.Run(id=run, wiring=mode.wiring, layouts=microbatches.layouts, batch=batch)
-                )
-            self.drain()
-            outputs = [stage.runner.outputs_of(run) for stage in stages]
-        if not self.gives_output:
-            return None
-        return outputs[-1] if call.is_list else join_outputs(outputs[-1], microbatches.sizes)
 
     @property
     def gives_output(self) -> bool:
         """Whether this process has the last stage that evaluates: the first pipeline's."""
         return self.grid.depth - 1 in self.grid.stages
 
-    def _take(
+    def agree_on_call(
         self,
         call: Call,
         part: Callable[[], BatchPart | None],
@@ -230,7 +202,7 @@ class Session:
             self.local_model.check_values()
             mode = self.modes.get(is_train)
             self.stages.check_before_run(mode, training=of_batch is not None)
-            given = self._intake.take(call, of_batch, self.modes.first, is_train=is_train)
+            given = self.intake.take(call, of_batch, self.modes.first, is_train=is_train)
             mine = given.announcement
             for extension in self.extensions:
                 mine = extension.announce(mine)
@@ -242,9 +214,9 @@ class Session:
             extension.announced(announced)
         are_listed = any(rank.is_list > 0 for rank in announced)
         listed = self.control.told_by_all(given.listed) if are_listed else []
-        return given, self._intake.microbatches(announced, listed, given.part)
+        return given, self.intake.microbatches(announced, listed, given.part)
 
-    def _mode_in_use(self, is_train: bool) -> Mode:
+    def mode_in_use(self, is_train: bool) -> Mode:
         """The capture for this mode; made when first used, on all ranks together."""
         waits = self._mode_was_set and self.stages.joint_updates.need_later_batches
         if waits or self._mode_of_last_step != is_train:
@@ -286,7 +258,7 @@ class Session:
         Raises:
             StageError: why the batch is discarded.
         """
-        with self._interruptible_later():
+        with self.interruptible_later():
             taken, original = self.discarding.take_back(batch, self.num_train_steps)
             self.num_train_steps = self.ending.batch = taken.train_step
             self._show()
@@ -432,7 +404,7 @@ class Session:
         """
         self.ending.check_open()
         self.accumulation.check_update()
-        with self.ending.failing_closes(), self._interruptible_later():
+        with self.ending.failing_closes(), self.interruptible_later():
             yield self.num_train_steps - 1
             self.accumulation.num_updates += 1
 
@@ -441,7 +413,7 @@ class Session:
         self.flush_to_read(Operation.flush)
         self.close()  # which shows the pipeline's memory for the last time
         for stage in self.stages.of_first_pipeline():
-            stage.weights.give_back()
+            give_back(stage.weights)
         self.stages.options.precision.restore()
 
     def close(self) -> None:

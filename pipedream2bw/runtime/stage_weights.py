@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +16,10 @@ from ..model.clone import copy_training_flags
 from ..model.precision import Precision
 from ..model.storages import storage_of
 from ..ranks.deadline import Deadline
-from ..ranks.groups import broadcast
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
 from .written_buffers import Holder
-
-_PIECE = 2**26
-"""Elements of what is in the host's memory and goes through a stage's device at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +69,8 @@ class StageWeights:
         self.device = device
         self._model = model
         self._root = root
-        self._first = spec.first
-        self._deadline = spec.deadline
+        self.first = spec.first
+        self.deadline = spec.deadline
         self._tied = spec.tied
         self._shared_owners = spec.shared_owners
         self._taken = taken
@@ -242,53 +237,6 @@ class StageWeights:
             for i, handle in enumerate(self.handles)
         ]
 
-    @contextlib.contextmanager
-    def masters_shown(self, *, change: bool = False, whole: bool = False) -> Iterator[None]:
-        """Meanwhile the handles are float32 where there is a master, hidden ones too.
-
-        Args:
-            change: what is written to the handles meanwhile becomes the newest weights.
-            whole: also the masters that replicas share out, for which all of them call it;
-                otherwise another replica's are their roundings.
-        """
-        slot = self.engine.newest_slot
-        hidden = [i for i in range(len(self.handles)) if self.engine.hides_master(i)]
-        masters = self.engine.whole_masters(self._deadline.fault) if whole else []
-        for i in hidden:
-            master = masters[i] if whole else self.engine.master(slot, i)
-            assert master is not None
-            self.handles[i].data = master.to(self.device)
-        try:
-            yield
-        finally:
-            if change:
-                self.engine.round_masters(slot)
-                for i in hidden:
-                    self.engine.set_master(i, self.handles[i].detach())
-            self.show_newest()
-
-    def load(self, versions: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """Sets the parameters' values. The pipeline must be drained.
-
-        Args:
-            versions: by number, one after the other; frozen parameters are in the newest.
-        """
-        newest = max(versions)
-        self.engine.load_versions(min(versions), newest)
-        self.show_newest()
-        with torch.no_grad():
-            for version, values in versions.items():
-                slot = self.engine.slot_of(version)
-                for i, name in enumerate(self.trainable):
-                    value = values[name]
-                    if self.engine.hides_master(i):  # a split one has a rounding of its own
-                        self.engine.set_master(i, value.float())
-                        value = self.engine.weight(self.engine.newest_slot, i)
-                    self.engine.weight(slot, i).copy_(value)
-            with self.masters_shown(change=True):
-                for name, parameter in (*self.trainable.items(), *self.frozen.items()):
-                    parameter.copy_(versions[newest][name])
-
     def check_requires_grad(self) -> None:
         """Raises ValueError if a parameter was frozen or unfrozen after the pipeline was made."""
         for name, parameter in self.in_root.items():
@@ -306,68 +254,11 @@ class StageWeights:
         for handle in self.handles:
             handle.grad = None
 
-    def give_back(self) -> None:
-        """Gives the handles memory of their own, with the newest weights."""
-        for i, handle in enumerate(self.handles):
-            if handle is self.originals[i]:
-                newest = self.engine.master(self.engine.newest_slot, i)
-                handle.data = newest.to(self.device, copy=True)
-
     def storage_pointers(self) -> set[int]:
         """The storages of weights and buffers."""
         slots = (self.engine.slot_buffers(slot) for slot in range(self.engine.num_slots))
         tensors = itertools.chain(*slots, self.frozen.values(), self.buffers)
         return set(map(storage_of, tensors))
-
-    def held_tensors(self) -> list[torch.Tensor]:
-        """The newest weights and their masters, frozen ones and buffers."""
-        weights = self.engine.slot_buffers(self.engine.newest_slot)
-        # As bytes: gloo sends no int16, which split masters are.
-        masters = (buffer.view(torch.uint8) for buffer in self.engine.master_buffers())
-        return [
-            *weights,
-            *masters,
-            *(parameter.data for parameter in self.frozen.values()),
-            *self.buffers,
-        ]
-
-    def take_over(self, first: StageWeights | None, group: dist.ProcessGroup | None) -> None:
-        """Sets every version to what the first of those that hold the stage has.
-
-        Args:
-            first: the stage's copy in this process; else all processes of its group call it.
-            group: not kept, as its last owner has to be the engine.
-        """
-        if first is not None:
-            with torch.no_grad():
-                for mine, theirs in zip(self.held_tensors(), first.held_tensors(), strict=True):
-                    mine.copy_(theirs)
-        elif group is not None:
-            source = dist.get_group_rank(group, self._first)
-            with self._shared_masters_follow():
-                for tensor in self.held_tensors():
-                    if tensor.device == self.device:
-                        broadcast(tensor, group, source, self._deadline)
-                        continue
-                    for piece in torch.split(tensor, _PIECE):  # the device may have no room
-                        there = piece.to(self.device)
-                        broadcast(there, group, source, self._deadline)
-                        piece.copy_(there)
-        self.engine.restart_delay()
-
-    @contextlib.contextmanager
-    def _shared_masters_follow(self) -> Iterator[None]:
-        """Masters of this replica alone become the newest weights that are written meanwhile."""
-        slot, before = self.engine.newest_slot, {}
-        for i in range(len(self.handles) if self.engine.is_shared else 0):
-            if self.engine.owns(i) and self.engine.hides_master(i):
-                weight = self.engine.weight(slot, i).clone()
-                before[i] = weight, self.engine.master(slot, i).clone()
-        yield
-        for i, (weight, master) in before.items():
-            written = self.engine.weight(slot, i)
-            is_same = written == weight  # a master has low bits beside
-            self.engine.set_master(i, torch.where(is_same, master, written.float()))
 
 
 def another_copy(

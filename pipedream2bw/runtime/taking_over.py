@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
-import torch.distributed as dist
 from torch import nn
 
 from ..model.clone import copies_of_buffers, copy_training_flags, structural_clone
 from ..model.precision import Precision
+from .stage_values import take_over
 from .stage_weights import StageSpec, StageWeights, another_copy
 
 
@@ -39,17 +39,6 @@ def share_out(
         made += of_pipeline
     take_over(made, {spec.index: spec.group for spec in specs}.get)
     return made
-
-
-def take_over(
-    stages: Sequence[StageWeights], group_of: Callable[[int], dist.ProcessGroup | None]
-) -> None:
-    """Gives replicas and copies of a stage the weights of the first. All processes call it."""
-    firsts = {stage.index_in_model: stage for stage in stages if stage.is_shown}
-    # In one order everywhere: two processes may hold the same two stages.
-    for stage in sorted(stages, key=lambda stage: stage.index_in_model):
-        first = None if stage.is_shown else firsts[stage.index_in_model]
-        stage.take_over(first, group_of(stage.index))
 
 
 def _second_model(model: nn.Module, precision: Precision) -> nn.Module:

@@ -14,6 +14,7 @@ from .. import _C
 from ..ranks.grid import RankGrid
 from ..ranks.groups import broadcast
 from ..stages.program import StageProgram
+from .stage_values import masters_shown
 from .stage_weights import StageWeights
 
 
@@ -110,7 +111,7 @@ class TiedCopies:
             group = self._grid.group_of(stages)
             with contextlib.ExitStack() as shown, torch.no_grad():
                 for copy in (first, *others):
-                    shown.enter_context(copy.masters_shown(change=True, whole=True))
+                    shown.enter_context(masters_shown(copy, change=True, whole=True))
                 for name in tie.names:
                     mine = first.shown(name)
                     if group is not None:

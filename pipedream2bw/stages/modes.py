@@ -35,6 +35,32 @@ class Mode:
             (program.index, consumer) for program in self.programs for consumer in program.sends
         ]
 
+    def check_shapes(self, values: Sequence[Any], sizes: Iterable[int], place: str) -> None:
+        """Raises ValueError unless microbatches of these sizes have shapes that were captured.
+
+        Args:
+            values: of the batch's model inputs.
+            place: what an error's text about them begins with.
+        """
+        captured, rule = self.captured, self.captured.shape_rule
+        if rule is None:
+            return
+        for size in sizes:
+            shapes = {
+                position: (
+                    captured.signature.tensors[position].path,
+                    value.shape if whole else (size, *value.shape[1:]),
+                )
+                for position, value, whole in zip(
+                    captured.input_positions, values, self.whole, strict=True
+                )
+            }
+            if (reason := rule.why_not(shapes)) is not None:
+                raise ValueError(
+                    f"{place}{reason}: torch.export has captured the model for these shapes; "
+                    "dynamic_shapes=True captures it for all that it leaves open"
+                )
+
 
 class Modes:
     """Captures the model once per mode, over the same parameters and cut at the same places.

@@ -143,7 +143,8 @@ def test_a_stage_that_trains_nothing_and_follows_none_does_nothing_in_its_backwa
         assert calls == [15, 15, 15 * again, 15 * again]
         of_stage = {(event.stage, event.kind) for event in timeline.gather()}
         report = pipe.memory_report()
-        assert all(not stage.runner._replays for stage in pipe.session.stages)
+        again = [stage.runner._again for stage in pipe.session.stages]
+        assert all(kept is None or not kept._kept for kept in again)
     assert [report[i].most_in_flight > 0 for i in range(4)] == [False, False, True, True]
     assert [stage for stage, kind in sorted(of_stage) if kind == "R"] == (
         [2, 3] if recompute else []

@@ -303,7 +303,7 @@ def test_a_failing_stage_ends_the_other_pipeline_too(failing_stage: int) -> None
     def fail(*_: Any) -> Any:
         raise ZeroDivisionError("on purpose")
 
-    runner._compute = fail  # type: ignore[method-assign]
+    runner.compute = fail  # type: ignore[method-assign]
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="on purpose") as raised:
         train()

@@ -1,0 +1,94 @@
+"""Whether all ranks were given one batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ..ranks.agreement import Announcement
+from ..ranks.grid import RankGrid
+from .given import Listed
+
+
+def check_same_batch(
+    grid: RankGrid,
+    announced: Sequence[Announcement],
+    listed: Sequence[Listed | None],
+    *,
+    training: bool,
+) -> None:
+    """Raises ValueError, on every rank, unless what they were given goes together.
+
+    Args:
+        listed: of each rank; empty: nobody was given ready-made microbatches.
+    """
+    modes = [("eval", "train")[rank.training] for rank in announced]
+    if len(set(modes)) > 1:
+        shown = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
+        raise ValueError(f"train() or eval() must be the same on every rank, got {shown}")
+    for replica in range(grid.width):
+        _check_replica(grid, announced, listed, replica, training=training)
+
+
+def _check_replica(
+    grid: RankGrid,
+    announced: Sequence[Announcement],
+    listed: Sequence[Listed | None],
+    replica: int,
+    *,
+    training: bool,
+) -> None:
+    """Raises ValueError unless a replica's ranks were given one batch."""
+    begins = range(0, grid.num_stages, grid.depth) if training else (0,)
+    one = grid.process_of(0, replica, 0)
+    for shard, begin in itertools.product(range(grid.num_shards), begins):
+        last = grid.process_of(begin + grid.depth - 1, replica, shard)
+        kinds = [announced[rank].is_list for rank in (one, last)]
+        if training and kinds[0] != kinds[1]:
+            told = [("a batch", "microbatches=")[kind] for kind in kinds]
+            raise ValueError(
+                f"train_step on rank {one}: {told[0]}, on rank {last}: {told[1]}: the ranks of "
+                "a replica are given the same"
+            )
+        first, other = (listed[rank] if listed else None for rank in (one, last))
+        if first is not None and other is not None:
+            check_rows(first.rows, other.target_rows)
+        else:
+            check_rows([announced[one].argument_rows], [announced[last].target_rows])
+        _check_first_stages(grid, announced, replica, shard, begin)
+
+
+def _check_first_stages(
+    grid: RankGrid, announced: Sequence[Announcement], replica: int, shard: int, begin: int
+) -> None:
+    """Raises ValueError unless all first stages of the replica were given one batch."""
+    ranks = [grid.process_of(0, replica, 0), grid.process_of(begin, replica, shard)]
+    first, other = (announced[rank] for rank in ranks)
+    if first.argument_rows != other.argument_rows:
+        raise ValueError(
+            f"rows of the arguments on rank {ranks[0]}: {first.argument_rows}, on rank "
+            f"{ranks[1]}: {other.argument_rows}: all first stages of a replica are given "
+            "the same batch"
+        )
+    if first.shapes != other.shapes:
+        raise ValueError(
+            f"arguments on rank {ranks[0]} and on rank {ranks[1]}: their shapes or dtypes "
+            "differ: all first stages of a replica are given the same batch"
+        )
+
+
+def check_rows(rows: Sequence[int], target_rows: Sequence[int]) -> None:
+    """Raises ValueError unless arguments and targets go together; empty: not given here."""
+    if rows and target_rows and len(rows) != len(target_rows):
+        raise ValueError(
+            f"microbatches: {len(rows)} with arguments, {len(target_rows)} with targets: the ranks "
+            "of a replica are given the same"
+        )
+    for number, (of_arguments, of_target) in enumerate(zip(rows, target_rows, strict=False)):
+        if of_arguments >= 0 and of_target >= 0 and of_arguments != of_target:
+            place = f"microbatch {number}: " if len(rows) > 1 else ""
+            raise ValueError(
+                f"{place}rows of the arguments: {of_arguments}, rows of the target: {of_target}: "
+                "they must agree; name a tensor in replicated=() to pass it whole to every "
+                "microbatch"
+            )

@@ -1,0 +1,148 @@
+"""The values of a stage's weights as others read and set them: with masters, on all replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..ranks.groups import broadcast
+from .stage_weights import StageWeights
+
+_PIECE = 2**26
+"""Elements of what is in the host's memory and goes through a stage's device at once."""
+
+
+@contextlib.contextmanager
+def masters_shown(
+    weights: StageWeights, *, change: bool = False, whole: bool = False
+) -> Iterator[None]:
+    """Meanwhile the handles are float32 where there is a master, hidden ones too.
+
+    Args:
+        change: what is written to the handles meanwhile becomes the newest weights.
+        whole: also the masters that replicas share out, for which all of them call it;
+            otherwise another replica's are their roundings.
+    """
+    engine = weights.engine
+    slot = engine.newest_slot
+    hidden = [i for i in range(len(weights.handles)) if engine.hides_master(i)]
+    masters = engine.whole_masters(weights.deadline.fault) if whole else []
+    for i in hidden:
+        master = masters[i] if whole else engine.master(slot, i)
+        assert master is not None
+        weights.handles[i].data = master.to(weights.device)
+    try:
+        yield
+    finally:
+        if change:
+            engine.round_masters(slot)
+            for i in hidden:
+                engine.set_master(i, weights.handles[i].detach())
+        weights.show_newest()
+
+
+def load_versions(
+    weights: StageWeights, versions: Mapping[int, Mapping[str, torch.Tensor]]
+) -> None:
+    """Sets the parameters' values. The pipeline must be drained.
+
+    Args:
+        versions: by number, one after the other; frozen parameters are in the newest.
+    """
+    engine = weights.engine
+    newest = max(versions)
+    engine.load_versions(min(versions), newest)
+    weights.show_newest()
+    with torch.no_grad():
+        for version, values in versions.items():
+            slot = engine.slot_of(version)
+            for i, name in enumerate(weights.trainable):
+                value = values[name]
+                if engine.hides_master(i):  # a split one has a rounding of its own
+                    engine.set_master(i, value.float())
+                    value = engine.weight(engine.newest_slot, i)
+                engine.weight(slot, i).copy_(value)
+        with masters_shown(weights, change=True):
+            for name, parameter in (*weights.trainable.items(), *weights.frozen.items()):
+                parameter.copy_(versions[newest][name])
+
+
+def take_over(
+    stages: Sequence[StageWeights], group_of: Callable[[int], dist.ProcessGroup | None]
+) -> None:
+    """Gives replicas and copies of a stage the weights of the first. All processes call it."""
+    firsts = {stage.index_in_model: stage for stage in stages if stage.is_shown}
+    # In one order everywhere: two processes may hold the same two stages.
+    for stage in sorted(stages, key=lambda stage: stage.index_in_model):
+        first = None if stage.is_shown else firsts[stage.index_in_model]
+        _take_over(stage, first, group_of(stage.index))
+
+
+def _take_over(
+    weights: StageWeights, first: StageWeights | None, group: dist.ProcessGroup | None
+) -> None:
+    """Sets every version to what the first of those that hold the stage has.
+
+    Args:
+        first: the stage's copy in this process; else all processes of its group call it.
+        group: not kept, as its last owner has to be the engine.
+    """
+    engine = weights.engine
+    if first is not None:
+        with torch.no_grad():
+            for mine, theirs in zip(held_tensors(weights), held_tensors(first), strict=True):
+                mine.copy_(theirs)
+    elif group is not None:
+        source = dist.get_group_rank(group, weights.first)
+        with _shared_masters_follow(weights):
+            for tensor in held_tensors(weights):
+                if tensor.device == weights.device:
+                    broadcast(tensor, group, source, weights.deadline)
+                    continue
+                for piece in torch.split(tensor, _PIECE):  # the device may have no room
+                    there = piece.to(weights.device)
+                    broadcast(there, group, source, weights.deadline)
+                    piece.copy_(there)
+    engine.restart_delay()
+
+
+@contextlib.contextmanager
+def _shared_masters_follow(weights: StageWeights) -> Iterator[None]:
+    """Masters of this replica alone become the newest weights that are written meanwhile."""
+    engine = weights.engine
+    slot, before = engine.newest_slot, {}
+    for i in range(len(weights.handles) if engine.is_shared else 0):
+        if engine.owns(i) and engine.hides_master(i):
+            weight = engine.weight(slot, i).clone()
+            before[i] = weight, engine.master(slot, i).clone()
+    yield
+    for i, (weight, master) in before.items():
+        written = engine.weight(slot, i)
+        is_same = written == weight  # a master has low bits beside
+        engine.set_master(i, torch.where(is_same, master, written.float()))
+
+
+def held_tensors(weights: StageWeights) -> list[torch.Tensor]:
+    """The newest weights and their masters, frozen ones and buffers."""
+    engine = weights.engine
+    newest = engine.slot_buffers(engine.newest_slot)
+    # As bytes: gloo sends no int16, which split masters are.
+    masters = (buffer.view(torch.uint8) for buffer in engine.master_buffers())
+    return [
+        *newest,
+        *masters,
+        *(parameter.data for parameter in weights.frozen.values()),
+        *weights.buffers,
+    ]
+
+
+def give_back(weights: StageWeights) -> None:
+    """Gives the handles memory of their own, with the newest weights."""
+    engine = weights.engine
+    for i, handle in enumerate(weights.handles):
+        if handle is weights.originals[i]:
+            newest = engine.master(engine.newest_slot, i)
+            handle.data = newest.to(weights.device, copy=True)
