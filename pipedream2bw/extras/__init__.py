@@ -4,7 +4,7 @@ The core does not know it; docs/extending.md shows how one is made.
 """
 
 from .fastest_v import fastest_v_schedule
-from .linear_cross_entropy import linear_cross_entropy
+from .chunked_cross_entropy import linear_cross_entropy
 from .ok_topk import OkTopkState, ok_topk_hook
 from .replica_sync import ReplicaSync
 from .skew_scout import SkewScout

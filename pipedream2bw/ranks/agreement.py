@@ -234,6 +234,10 @@ class ControlPlane:
 
     def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:
         """Raises on every rank if one has an error, or if ranks differ in a setting."""
+        if self.group is None:
+            if error is not None:
+                raise error
+            return
         everyone = self.told_by_all((_describe(error), settings))
         for key in settings:
             values = [theirs.get(key, settings[key]) for _, theirs in everyone]

@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipedream2bw as pd2
-from pipedream2bw.extras.linear_cross_entropy import loss_and_gradients
+from pipedream2bw.extras.chunked_cross_entropy import loss_and_gradients
 
 
 def plain(hidden, weight, target, bias=None, **keywords):
