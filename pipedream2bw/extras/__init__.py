@@ -3,8 +3,8 @@
 The core does not know it; docs/extending.md shows how one is made.
 """
 
-from .fastest_v import fastest_v_schedule
 from .chunked_cross_entropy import linear_cross_entropy
+from .fastest_v import fastest_v_schedule
 from .ok_topk import OkTopkState, ok_topk_hook
 from .replica_sync import ReplicaSync
 from .skew_scout import SkewScout
