@@ -228,8 +228,8 @@ def test_schedules_without_one_update_for_all_stages_are_refused(
     over_four: list[RankResult],
 ) -> None:
     expected: Expected = {
-        "two pipelines": ("ValueError", ["'chimera' has 2 pipelines", "need 1"]),
-        "delays": ("ValueError", ["'pipedream' has delays [1, 0]", "need one delay"]),
+        "two pipelines": ("ValueError", ["schedule: 'chimera' (pipelines: 2,", "of one pipeline"]),
+        "delays": ("ValueError", ["schedule: 'pipedream'", "delays: [1, 0]", "one delay"]),
     }
     assert_raised((result.value[2] for result in over_four), expected)
 
