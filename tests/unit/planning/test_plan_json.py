@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipedream2bw._C import planned_schedules, planned_shape
 
 import pipedream2bw as pd2
+from pipedream2bw._C import planned_schedules, planned_shape
 from tests.samples.plans import plan_of, stage_plan
 from tests.unit.planning.test_planner import made_plan, made_profile
 
