@@ -52,7 +52,7 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 # What the virtual environment has comes first: ninja, cmake, clang-format.
 export PATH := $(BIN):$(PATH)
 
-.PHONY: build check demo test test-all test-cpp test-python test-device test-tsan asan extras fuzz lint nvcc \
+.PHONY: build check demo spine test test-all test-cpp test-python test-device test-tsan asan extras fuzz lint nvcc \
     gpu-check docs docs-serve docs-links bench bench-smoke study wheel wheel-test matrix clean distclean
 .DELETE_ON_ERROR:
 
