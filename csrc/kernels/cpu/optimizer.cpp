@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
-#include <type_traits>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -34,33 +33,18 @@ std::atomic<InstructionSet>& chosen() {
   return value;
 }
 
-template <typename Weights>
-Passes<Weights> current_passes() {
+const AllPasses& current_passes() {
 #if defined(__x86_64__)
   switch (instruction_set()) {
     case InstructionSet::kAvx512:
-      return avx512_passes<Weights>();
+      return avx512_passes();
     case InstructionSet::kAvx2:
-      return avx2_passes<Weights>();
+      return avx2_passes();
     case InstructionSet::kPortable:
       break;
   }
 #endif
-  return portable_passes<Weights>();
-}
-
-template <typename Weights>
-FedPasses<Weights, NoFeedback> passes_with(const Passes<Weights>& passes, const NoFeedback&) {
-  return passes.plain;
-}
-template <typename Weights, typename Kept>
-FedPasses<Weights, Feedback<Kept>> passes_with(const Passes<Weights>& passes,
-                                               const Feedback<Kept>&) {
-  if constexpr (std::is_same_v<Kept, typename Weights::Scalar>) {
-    return passes.fed;
-  } else {
-    return passes.fed_bfloat16;
-  }
+  return portable_passes();
 }
 
 // The weights that a step reads and does not write.
@@ -116,17 +100,17 @@ void set_instruction_set(InstructionSet instruction_set) {
 template <typename Weights, typename T, typename Fed>
 void sgd_cpu(const Weights& weights, const typename Weights::Gradient* g, T* momentum_buffer,
              std::int64_t n, const SgdOptions& options, const Fed& feedback) {
-  passes_with(current_passes<Weights>(), feedback)
-      .sgd(weights, g, momentum_buffer, n, options, feedback, worth_streaming(weights, g, n));
+  const FedPasses<Weights, Fed>& passes = current_passes();
+  passes.sgd(weights, g, momentum_buffer, n, options, feedback, worth_streaming(weights, g, n));
 }
 
 template <typename Weights, typename T, typename Fed>
 void adam_cpu(const Weights& weights, const typename Weights::Gradient* g, T* exp_avg,
               T* exp_avg_sq, T* max_exp_avg_sq, std::int64_t n, const AdamOptions& options,
               const Fed& feedback) {
-  passes_with(current_passes<Weights>(), feedback)
-      .adam(weights, g, exp_avg, exp_avg_sq, max_exp_avg_sq, n, options, feedback,
-            worth_streaming(weights, g, n));
+  const FedPasses<Weights, Fed>& passes = current_passes();
+  passes.adam(weights, g, exp_avg, exp_avg_sq, max_exp_avg_sq, n, options, feedback,
+              worth_streaming(weights, g, n));
 }
 
 #define PD2_INSTANTIATE_FED(Weights, G, T, Fed)                                                  \

@@ -20,19 +20,23 @@ struct FedPasses {
 };
 
 template <typename Weights>
-struct Passes {
-  FedPasses<Weights, NoFeedback> plain;
-  FedPasses<Weights, Feedback<typename Weights::Scalar>> fed;
-  FedPasses<Weights, Feedback<std::uint16_t>> fed_bfloat16;  // of floats alone
-};
+struct Passes : FedPasses<Weights, NoFeedback>,
+                FedPasses<Weights, Feedback<typename Weights::Scalar>>,
+                FedPasses<Weights, Feedback<std::uint16_t>> {};  // the last are of floats alone
 
-template <typename Weights>
-Passes<Weights> portable_passes();
+// Those of every kind of weights.
+struct AllPasses : Passes<PlainWeights<float>>,
+                   Passes<PlainWeights<double>>,
+                   Passes<MasterWeights<HalfFormat::kBfloat16>>,
+                   Passes<MasterWeights<HalfFormat::kFloat16>>,
+                   Passes<SplitWeights>,
+                   Passes<Bfloat16Gradients<MasterWeights<HalfFormat::kBfloat16>>>,
+                   Passes<Bfloat16Gradients<SplitWeights>> {};
+
+const AllPasses& portable_passes();
 #if defined(__x86_64__)
-template <typename Weights>
-Passes<Weights> avx2_passes();
-template <typename Weights>
-Passes<Weights> avx512_passes();
+const AllPasses& avx2_passes();
+const AllPasses& avx512_passes();
 #endif
 
 }  // namespace pd2::kernels
