@@ -17,6 +17,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -25,17 +26,32 @@ namespace {
 
 using StageClass = py::class_<Stage, std::shared_ptr<Stage>>;
 
-// A method of the stage's place of the step as one of the stage.
-template <typename Result, typename... Arguments>
-auto of_place(Result (StepPlace::*method)(Arguments...) const) {
+template <typename Part, typename AnyStage>
+auto& part(AnyStage& stage) {
+  if constexpr (std::is_same_v<Part, Slots>) {
+    return stage.slots();
+  } else if constexpr (std::is_same_v<Part, WeightStore>) {
+    return stage.versions();
+  } else if constexpr (std::is_same_v<Part, GradientPath>) {
+    return stage.gradients();
+  } else if constexpr (std::is_same_v<Part, Masters>) {
+    return stage.masters();
+  } else {
+    return stage.step_place();
+  }
+}
+
+// A method of a part of the stage as one of the stage.
+template <typename Part, typename Result, typename... Arguments>
+auto of_part(Result (Part::*method)(Arguments...) const) {
   return [method](const Stage& self, Arguments... arguments) {
-    return (self.step_place().*method)(arguments...);
+    return (part<Part>(self).*method)(arguments...);
   };
 }
-template <typename Result, typename... Arguments>
-auto of_place(Result (StepPlace::*method)(Arguments...)) {
+template <typename Part, typename Result, typename... Arguments>
+auto of_part(Result (Part::*method)(Arguments...)) {
   return [method](Stage& self, Arguments... arguments) {
-    return (self.step_place().*method)(arguments...);
+    return (part<Part>(self).*method)(arguments...);
   };
 }
 
@@ -75,13 +91,8 @@ void bind_making(StageClass& stage) {
            py::arg("gradient_dtype") = py::none(), py::arg("streams") = py::none(),
            py::arg("steps_on_host") = false)
       .def("attach", &Stage::attach, py::arg("parameter"), py::arg("slot_parameter"))
-      .def(
-          "tie",
-          [](Stage& self, std::shared_ptr<TiedSum> sum, std::size_t copy,
-             std::vector<std::size_t> parameters) {
-            self.gradients().tie(std::move(sum), copy, std::move(parameters));
-          },
-          py::arg("sum"), py::arg("copy"), py::arg("parameters"))
+      .def("tie", of_part(&GradientPath::tie), py::arg("sum"), py::arg("copy"),
+           py::arg("parameters"))
       .def(
           "arrange",
           [](Stage& self, bool reads_first, bool waits, const std::shared_ptr<Fault>& fault) {
@@ -105,15 +116,14 @@ void bind_making(StageClass& stage) {
             }
           },
           py::arg("fault"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("is_shared",
-                             [](const Stage& self) { return self.gradients().is_shared(); })
-      .def("owns", of_place(&StepPlace::owns), py::arg("parameter"))
-      .def("leads", of_place(&StepPlace::leads), py::arg("parameter"))
+      .def_property_readonly("is_shared", of_part(&GradientPath::is_shared))
+      .def("owns", of_part(&Masters::owns), py::arg("parameter"))
+      .def("leads", of_part(&Masters::leads), py::arg("parameter"))
       .def(
           "owners",
           [](const Stage& self, std::size_t parameter) {
             std::vector<std::tuple<int, std::int64_t, std::int64_t>> owners;
-            for (const auto& [rank, begin, numel] : self.step_place().owners(parameter)) {
+            for (const auto& [rank, begin, numel] : self.masters().owners(parameter)) {
               owners.emplace_back(rank, begin, numel);
             }
             return owners;
@@ -122,24 +132,13 @@ void bind_making(StageClass& stage) {
 }
 
 void bind_weights(StageClass& stage) {
-  const auto newest = [](const Stage& self) { return self.versions().newest(); };
-  const auto of_slots = [](auto method) {
-    return [method](const Stage& self) { return (self.slots().*method)(); };
-  };
-  stage
-      .def(
-          "weight",
-          [](const Stage& self, int slot, std::size_t i) { return self.slots().weight(slot, i); },
-          py::arg("slot"), py::arg("parameter"))
-      .def(
-          "slot_buffers", [](const Stage& self, int slot) { return self.slots().flat(slot); },
-          py::arg("slot"))
-      .def_property_readonly("newest_version", newest)
-      .def_property_readonly("newest_slot", of_slots(&Slots::newest))
-      .def_property_readonly("num_versions", of_slots(&Slots::num_versions))
-      .def_property_readonly("num_slots", of_slots(&Slots::num_slots))
-      .def_property_readonly("most_live_versions",
-                             [](const Stage& self) { return self.versions().most_live_versions(); })
+  stage.def("weight", of_part(&Slots::weight), py::arg("slot"), py::arg("parameter"))
+      .def("slot_buffers", of_part(&Slots::flat), py::arg("slot"))
+      .def_property_readonly("newest_version", of_part(&WeightStore::newest))
+      .def_property_readonly("newest_slot", of_part(&Slots::newest))
+      .def_property_readonly("num_versions", of_part(&Slots::num_versions))
+      .def_property_readonly("num_slots", of_part(&Slots::num_slots))
+      .def_property_readonly("most_live_versions", of_part(&WeightStore::most_live_versions))
       .def("restart_delay", &Stage::restart_delay)
       .def("show",
            [](Stage& self) {
@@ -147,21 +146,18 @@ void bind_weights(StageClass& stage) {
                host->show();
              }
            })
-      .def_property_readonly("frees_gradients",
-                             [](const Stage& self) { return self.gradients().frees_buffer(); })
+      .def_property_readonly("frees_gradients", of_part(&GradientPath::frees_buffer))
       .def("load_versions", &Stage::load_versions, py::arg("oldest"), py::arg("newest"))
-      .def(
-          "slot_of", [](const Stage& self, std::int64_t v) { return self.versions().slot(v); },
-          py::arg("version"))
-      .def("master", of_place(&StepPlace::master), py::arg("slot"), py::arg("parameter"))
-      .def("hides_master", of_place(&StepPlace::hides_master), py::arg("parameter"))
+      .def("slot_of", of_part(&WeightStore::slot), py::arg("version"))
+      .def("master", of_part(&Masters::of), py::arg("slot"), py::arg("parameter"))
+      .def("hides_master", of_part(&Masters::hides), py::arg("parameter"))
       .def(
           "whole_masters",
           [](Stage& self, const std::shared_ptr<Fault>& fault) {
             std::vector<std::optional<at::Tensor>> masters;
             const py::gil_scoped_release no_gil;
             const auto is_stopped = [&fault] { return fault->raised(); };
-            for (at::Tensor& master : self.step_place().hidden_masters(is_stopped)) {
+            for (at::Tensor& master : self.masters().hidden(is_stopped)) {
               masters.emplace_back(master.defined() ? std::optional(master) : std::nullopt);
             }
             return masters;
@@ -171,20 +167,15 @@ void bind_weights(StageClass& stage) {
            [](const Stage& self) {
              std::vector<at::Tensor> buffers;
              if (!self.gradients().is_shared()) {
-               std::ranges::copy_if(self.step_place().masters(), std::back_inserter(buffers),
+               std::ranges::copy_if(self.masters().flats(), std::back_inserter(buffers),
                                     &at::Tensor::defined);
              }
              return buffers;
            })
-      .def("round_masters", of_place(&StepPlace::round_masters), py::arg("slot"))
-      .def("set_master", of_place(&StepPlace::set_master), py::arg("parameter"), py::arg("value"))
-      .def(
-          "gradient", [](const Stage& self, std::size_t i) { return self.gradients().gradient(i); },
-          py::arg("parameter"))
-      .def(
-          "has_gradient",
-          [](const Stage& self, std::size_t i) { return self.gradients().has_gradient(i); },
-          py::arg("parameter"));
+      .def("round_masters", of_part(&Masters::round), py::arg("slot"))
+      .def("set_master", of_part(&Masters::set), py::arg("parameter"), py::arg("value"))
+      .def("gradient", of_part(&GradientPath::gradient), py::arg("parameter"))
+      .def("has_gradient", of_part(&GradientPath::has_gradient), py::arg("parameter"));
 }
 
 void bind_optimizer_state(StageClass& stage) {
@@ -200,14 +191,14 @@ void bind_optimizer_state(StageClass& stage) {
             self.step_place().set_optimizers(optimizers, keeps_bfloat16);
           },
           py::arg("groups_by_kind"), py::arg("keeps_bfloat16") = false)
-      .def("optimizer_state", of_place(&StepPlace::state), py::arg("name"), py::arg("parameter"))
-      .def("set_optimizer_state", of_place(&StepPlace::set_state), py::arg("name"),
+      .def("optimizer_state", of_part(&StepPlace::state), py::arg("name"), py::arg("parameter"))
+      .def("set_optimizer_state", of_part(&StepPlace::set_state), py::arg("name"),
            py::arg("parameter"), py::arg("value"))
-      .def("step_count", of_place(&StepPlace::step_count), py::arg("parameter"))
-      .def("set_step_count", of_place(&StepPlace::set_step_count), py::arg("parameter"),
+      .def("step_count", of_part(&StepPlace::step_count), py::arg("parameter"))
+      .def("set_step_count", of_part(&StepPlace::set_step_count), py::arg("parameter"),
            py::arg("count"))
-      .def("is_fused", of_place(&StepPlace::is_fused), py::arg("parameter"))
-      .def("kept_step", of_place(&StepPlace::kept_step), py::arg("parameter"))
+      .def("is_fused", of_part(&StepPlace::is_fused), py::arg("parameter"))
+      .def("kept_step", of_part(&StepPlace::kept_step), py::arg("parameter"))
       .def(
           "set_kept_step",
           [](Stage& self, std::size_t parameter, const std::optional<at::Tensor>& value) {

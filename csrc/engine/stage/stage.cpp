@@ -16,11 +16,12 @@ Stage::Stage(const std::vector<at::Tensor>& parameters, const std::vector<std::s
       slots_(layout_, parameters, options.num_versions,
              !std::holds_alternative<std::monostate>(options.gradients.others)),
       gradients_(layout_, slots_, *streams_, std::move(options.gradients)),
-      step_place_(layout_, slots_, gradients_) {
+      masters_(layout_, slots_, gradients_),
+      step_place_(layout_, slots_, gradients_, masters_) {
   restart_delay();
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (layout_.buffers()[layout_.place(i).buffer].master) {
-      step_place_.set_master(i, parameters[i]);
+      masters_.set(i, parameters[i]);
     }
   }
   arrange(/*reads_first=*/true, /*waits=*/false);
@@ -121,7 +122,7 @@ void Stage::begin_nothing(std::int64_t batch) {
 void Stage::scale_gradients(const at::Tensor& factor) {
   std::vector<at::Tensor> gradients;
   for (std::size_t i = 0; i < layout_.num_parameters(); ++i) {
-    if (step_place_.owns(i) && gradients_.has_gradient(i)) {
+    if (masters_.owns(i) && gradients_.has_gradient(i)) {
       at::Tensor mine = gradients_.gradient(i);
       if (mine.scalar_type() == at::kBFloat16) {  // to which mul_() rounds the factor, too
         mine.copy_(mine.to(at::kFloat).mul_(factor));
@@ -140,7 +141,7 @@ void Stage::scale_gradients(const at::Tensor& factor) {
 void Stage::scale_gradients_in_step(const at::Tensor& factor) {
   bool is_in_step = step_place_.has_optimizers();
   for (std::size_t i = 0; i < layout_.num_parameters() && is_in_step; ++i) {
-    is_in_step = !step_place_.owns(i) || !gradients_.has_gradient(i) ||
+    is_in_step = !masters_.owns(i) || !gradients_.has_gradient(i) ||
                  step_place_.is_fused(i);  // else a user's optimizer reads it
   }
   if (is_in_step) {
@@ -170,10 +171,10 @@ StageBytes Stage::bytes() const {
     add(bytes.weights, num_versions, numel, slots_.flat(0)[buffer]);
     add(bytes.gradients, num_gradients, numel, gradients_.of_dtype(buffer).flat(0));
     bytes.kept_gradients += gradients_.of_dtype(buffer).most_kept_bytes();
-    if (const at::Tensor& master = step_place_.masters()[buffer]; master.defined()) {
+    if (const at::Tensor& master = masters_.flats()[buffer]; master.defined()) {
       std::int64_t mine = 0;
       for (std::size_t i = 0; i < layout_.num_parameters(); ++i) {
-        mine += layout_.place(i).buffer == buffer ? step_place_.elements(i).numel : 0;
+        mine += layout_.place(i).buffer == buffer ? masters_.elements(i).numel : 0;
       }
       add(bytes.masters, 1, mine, master);
     }
@@ -186,7 +187,7 @@ StageBytes Stage::bytes() const {
     bytes.padding += host->padding_bytes();
     bytes.on_host = host->bytes() + host->padding_bytes() + step_place_.state_bytes() +
                     step_place_.state_padding_bytes();
-    for (const at::Tensor& master : step_place_.masters()) {
+    for (const at::Tensor& master : masters_.flats()) {
       bytes.on_host += master.defined() ? static_cast<std::int64_t>(master.nbytes()) : 0;
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/stage/gradient_path.h"
+#include "engine/stage/masters.h"
 #include "engine/stage/slots.h"
 #include "engine/stage/step_place.h"
 #include "engine/streams.h"
@@ -38,9 +39,9 @@ struct StageOptions {
 };
 
 // What a stage has, in the order in which an update uses it: the way of the batch's gradients to
-// the step, the place of the step, and the slots of the versions. Where all buffers take turns the
-// step writes W(t + 1) over the gradients of batch t, line by line as it reads them, and may go on
-// while the next batch's gradients are added up elsewhere.
+// the step, what it steps and by what, and the slots of the versions. Where all buffers take turns
+// the step writes W(t + 1) over the gradients of batch t, line by line as it reads them, and may go
+// on while the next batch's gradients are added up elsewhere.
 //
 // What has to do with gradients is given to the calling thread's stream: `compute` of the stage's,
 // or `update` between begin_update() and publish().
@@ -65,6 +66,8 @@ class Stage {
   const WeightStore& versions() const { return slots_.versions(); }
   GradientPath& gradients() { return gradients_; }
   const GradientPath& gradients() const { return gradients_; }
+  Masters& masters() { return masters_; }
+  const Masters& masters() const { return masters_; }
   StepPlace& step_place() { return step_place_; }
   const StepPlace& step_place() const { return step_place_; }
 
@@ -136,6 +139,7 @@ class Stage {
   const StageLayout layout_;
   Slots slots_;
   GradientPath gradients_;
+  Masters masters_;
   StepPlace step_place_;
   bool reads_first_ = true;
   bool has_two_gradients_ = false;  // after the slots, or instead of slots of another dtype

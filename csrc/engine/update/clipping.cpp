@@ -25,7 +25,7 @@ ParameterNorms gradient_norms(const Stage& stage, const std::vector<std::int64_t
   std::vector<at::Tensor> gradients;
   ParameterNorms norms;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (parameters[i] >= 0 && stage.step_place().leads(i) && stage.gradients().has_gradient(i)) {
+    if (parameters[i] >= 0 && stage.masters().leads(i) && stage.gradients().has_gradient(i)) {
       gradients.push_back(stage.gradients().gradient(i));
       norms.parameters.push_back(parameters[i]);
     }
@@ -63,7 +63,7 @@ bool Clipping::apply(Stage& stage, std::int64_t run,
   }
   if (max_value) {
     for (std::size_t i = 0; i < stage.layout().num_parameters(); ++i) {
-      if (stage.step_place().owns(i) && stage.gradients().has_gradient(i)) {
+      if (stage.masters().owns(i) && stage.gradients().has_gradient(i)) {
         stage.gradients().gradient(i).clamp_(-*max_value, *max_value);
       }
     }

@@ -143,7 +143,7 @@ TEST(StageOnHost, AnUpdateNeedsTheGradientBufferNoLonger) {
   stage.gradients().end_update();
   stage.publish();
   EXPECT_EQ(stage.slots().weight(slot, 0).max().item<float>(), 0.5F);
-  EXPECT_EQ(stage.step_place().master(slot, 0).max().item<float>(), 0.5F);
+  EXPECT_EQ(stage.masters().of(slot, 0).max().item<float>(), 0.5F);
   stage.begin_update(1);
   stage.gradients().reduce([] { return false; });
   EXPECT_EQ(stage.slots().weight(stage.write_next(std::vector{options}), 0).max().item<float>(),
