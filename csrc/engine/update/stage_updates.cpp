@@ -5,7 +5,6 @@
 
 #include <ATen/ops/scalar_tensor.h>
 
-#include <algorithm>
 #include <chrono>
 #include <iterator>
 #include <utility>
@@ -16,7 +15,7 @@ namespace pd2 {
 StageUpdates::StageUpdates(Stage& stage, UpdateCallbacks callbacks)
     : stage_(stage),
       callbacks_(std::move(callbacks)),
-      made_(stage.versions().newest()),
+      copies_(stage.streams(), callbacks_.begin_thread, stage.versions().newest()),
       background_(std::make_unique<Background>(callbacks_.begin_thread)) {}
 
 void StageUpdates::reach(std::int64_t run, std::int64_t batch) {
@@ -95,7 +94,7 @@ void StageUpdates::exchange_shares() {
   stage_.exchange_shares(callbacks_.is_stopped);
   end_ = Fence::of(stage_.streams().update);
   if (is_made_) {
-    begin_copies(made_next_, {end_});
+    copies_.made(made_next_, {end_});
   }
 }
 
@@ -150,7 +149,7 @@ void StageUpdates::free_gradients() {
 void StageUpdates::end_update(const Complete& gradients) {
   if (is_made_) {
     stage_.publish();
-    begin_copies(gradients.batch + 1, {Fence::of(stage_.streams().compute)});
+    copies_.made(gradients.batch + 1, {Fence::of(stage_.streams().compute)});
   } else {
     stage_.drop();
   }
@@ -192,16 +191,13 @@ void StageUpdates::take_back(std::int64_t batch, std::int64_t run) {
     });
     complete_.reset();
   }
-  const std::lock_guard lock(copies_mutex_);
-  to_copy_.erase(to_copy_.upper_bound(batch), to_copy_.end());
+  copies_.forget_after(batch);
 }
 
 void StageUpdates::count_anew() {
   PD2_ASSERT(!is_under_way_, "an update is under way");
   given_.reset();
-  const std::lock_guard lock(copies_mutex_);
-  PD2_ASSERT(to_copy_.empty(), "copies wait for versions that will not be made");
-  made_ = stage_.versions().newest();
+  copies_.count_from(stage_.versions().newest());
 }
 
 void StageUpdates::wait_for(Background& background) const {
@@ -215,59 +211,19 @@ void StageUpdates::wait_for(Background& background) const {
   }
 }
 
-void StageUpdates::copy_after(std::int64_t version, std::function<void()> copy) {
-  {
-    const std::lock_guard lock(copies_mutex_);
-    if (!copier_) {
-      copier_ = std::make_unique<Background>(callbacks_.begin_thread);
-    }
-    to_copy_.emplace(version, std::move(copy));
-    if (made_ < version) {
-      return;
-    }
-  }
-  wait_for(*copier_);                              // the version may be copied a second time
-  const StageStreams& streams = stage_.streams();  // it was made on one of them
-  begin_copies(version, {Fence::of(streams.compute), Fence::of(streams.update)});
-}
-
-// `after` are fences of the thread that calls this: what the executor's thread gives `compute` may
-// be recorded as a graph meanwhile, of which nobody else may have an event.
-void StageUpdates::begin_copies(std::int64_t made, std::vector<Fence> after) {
-  const std::lock_guard lock(copies_mutex_);
-  made_ = made;
-  const auto [first, last] = to_copy_.equal_range(made);
-  if (first == last) {
-    return;
-  }
-  std::vector<std::function<void()>> copies;
-  std::transform(first, last, std::back_inserter(copies), [](auto& each) { return each.second; });
-  to_copy_.erase(first, last);
-  copier_->start(
-      [copies = std::move(copies), stream = stage_.streams().copies, after = std::move(after)] {
-        const OnStream guard(stream);
-        for (const Fence& fence : after) {
-          fence.hold_back(stream);
-        }
-        for (const auto& copy : copies) {
-          copy();
-        }
-      });
-}
-
 void StageUpdates::settle() {
   finish();
   if (complete_) {  // its verdict may be forgotten, and must not be under way then
     is_good(*complete_);
   }
-  if (copier_) {
-    wait_for(*copier_);
+  if (Background* copier = copies_.thread()) {
+    wait_for(*copier);
   }
 }
 
 void StageUpdates::end() {
   background_.reset();
-  copier_.reset();
+  copies_.end();
 }
 
 bool StageUpdates::apply(const Complete& gradients, const Apply& apply, float loss_scale) {

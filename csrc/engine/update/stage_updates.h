@@ -7,14 +7,14 @@
 #include "engine/update/background.h"
 #include "engine/update/batch_verdicts.h"
 #include "engine/update/clipping.h"
+#include "engine/update/version_copies.h"
 
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <vector>
+#include <utility>
 
 namespace pd2 {
 
@@ -62,7 +62,9 @@ class StageUpdates {
 
   // Calls `copy` in a thread of its own once `version` has been made, at once if it has. No later
   // update begins before `copy` has returned: what updates alone change stays as it is meanwhile.
-  void copy_after(std::int64_t version, std::function<void()> copy);
+  void copy_after(std::int64_t version, std::function<void()> copy) {
+    copies_.copy_after(version, std::move(copy), [this](Background& copier) { wait_for(copier); });
+  }
   // finish(), and waits for copies under way.
   void settle();
 
@@ -103,9 +105,6 @@ class StageUpdates {
   void exchange_shares();  // by the update under way, after its step
   void end_update(const Complete& gradients);
   void wait_for(Background& background) const;
-  // Version `made` has been made, as soon as the device has done all of these: begins the copies
-  // that wait for it.
-  void begin_copies(std::int64_t made, std::vector<Fence> after);
 
   Stage& stage_;
   const UpdateCallbacks callbacks_;
@@ -122,11 +121,8 @@ class StageUpdates {
   std::int64_t made_next_ = 0;          // the version that the one under way makes
   Fence end_;                           // of the one under way; once that has ended
   std::map<std::int64_t, Fence> ends_;  // by the version that an update makes, not awaited so far
-  std::mutex copies_mutex_;
-  std::int64_t made_;                                           // the newest version
-  std::multimap<std::int64_t, std::function<void()>> to_copy_;  // by version
-  std::unique_ptr<Background> copier_;                          // made when first needed
-  std::unique_ptr<Background> background_;                      // ends first
+  VersionCopies copies_;
+  std::unique_ptr<Background> background_;  // ends first
 };
 
 }  // namespace pd2
