@@ -76,6 +76,7 @@ class Fence {
     return start.event_->elapsedTime(*event_) / 1e3;
   }
   bool is_of_device() const { return event_ != nullptr; }
+  c10::Device device() const { return event_->device(); }  // of one
 
  private:
   std::shared_ptr<c10::Event> event_;

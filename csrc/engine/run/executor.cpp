@@ -2,15 +2,12 @@
 
 #include "core/check.h"
 #include "engine/this_thread.h"
-#include "transport/peer_error.h"
 
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <chrono>
 #include <ranges>
-#include <stdexcept>
-#include <typeinfo>
 #include <utility>
 
 namespace pd2 {
@@ -39,11 +36,9 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
       fail({stage, ActionKind::kUpdate, run, setup_.schedule.num_microbatches - 1, false});
     };
     updates.discards = setup_.discards;
-    WorkerCallbacks callbacks{
-        [this] { return recording_.load(std::memory_order_relaxed); },
-        [this](const ExecutedAction& action) { log(action); },
-        [this](std::int64_t batch, bool has_sent) { return discard(batch, has_sent); },
-        [this] { post_with_sends(); }};
+    WorkerCallbacks callbacks{log_, receives_, [this](std::int64_t batch, bool has_sent) {
+                                return discard(batch, has_sent);
+                              }};
     workers_.push_back(
         std::make_unique<StageWorker>(setup_, each, std::move(callbacks), std::move(updates)));
     const StageStreams* streams = &workers_.back()->streams();
@@ -229,39 +224,16 @@ bool Executor::discard(std::int64_t batch, bool has_sent) {
   // earlier one that has the gradients.
   const bool is_before_updates = doing_.evaluating || doing_.kind == ActionKind::kForward ||
                                  (setup_.schedule.is_last(doing_.stage) && !has_sent);
-  if (!setup_.discards || (!has_verdicts_ && !(is_before_updates && setup_.discards_reach_all))) {
+  if (!setup_.discards || (!has_verdicts_ && !(is_before_updates && setup_.discards_reach_all)) ||
+      !is_of_users_code()) {
     return false;
   }
-  try {
-    throw;
-  } catch (const ChannelAborted&) {
-    return false;
-  } catch (const PeerError&) {
-    return false;
-  } catch (const std::logic_error& error) {
-    if (typeid(error) == typeid(std::logic_error)) {  // PD2_ASSERT
-      return false;
-    }
-  } catch (...) {
-  }
-  setup_.discards->discard(batch, describe(doing_));
+  setup_.discards->discard(batch, describe_failure(setup_, doing_, fault_->rank()));
   return true;
 }
 
-void Executor::fail(const Doing& doing) { fault_->raise(describe(doing)); }
-
-Failure Executor::describe(const Doing& doing) const {
-  const Schedule& schedule = setup_.schedule;
-  Failure failure = setup_.describe(std::current_exception(), fault_->rank());
-  failure.text = where(doing) + ": " + failure.cause;
-  failure.stage = doing.stage % schedule.depth();
-  failure.replica = setup_.replica;
-  if (!doing.evaluating) {
-    failure.batch = doing.run;
-  }
-  failure.microbatch = schedule.number_in_batch(doing.stage, doing.microbatch);
-  failure.action = name_of(doing.kind);
-  return failure;
+void Executor::fail(const Doing& doing) {
+  fault_->raise(describe_failure(setup_, doing, fault_->rank()));
 }
 
 void Executor::loop() {
@@ -304,19 +276,6 @@ void Executor::loop() {
   }
 }
 
-std::string Executor::where(const Doing& doing) const {
-  const Schedule& schedule = setup_.schedule;
-  std::string text =
-      stage_name(doing.stage % schedule.depth(), setup_.replica, setup_.num_replicas);
-  if (schedule.num_pipelines > 1) {
-    text += detail::concat(" in pipeline ", schedule.pipeline(doing.stage));
-  }
-  text += doing.evaluating ? ", evaluation" : detail::concat(", batch ", doing.run);
-  return text + detail::concat(", microbatch ",
-                               schedule.number_in_batch(doing.stage, doing.microbatch), ", ",
-                               name_of(doing.kind));
-}
-
 int Executor::runs_before(int microbatch) const {
   // Microbatch numbers count from this run's first; negative ones are the previous runs'.
   const int m = setup_.schedule.num_microbatches;
@@ -344,13 +303,7 @@ void Executor::run_actions(ListKind list, std::int64_t last) {
     const auto place = runs_.find(last - before);
     return place == runs_.end() ? nullptr : &place->second;
   };
-  const auto plan = receives_.find(runs_.rbegin()->second.wiring);
-  posting_ = {};
-  posting_.find = find;
-  if (plan != receives_.end()) {
-    posting_.early = &plan->second.of(setup_.rank, list);
-    posting_.awaited = &plan->second.awaited[static_cast<std::size_t>(list)].at(setup_.rank);
-  }
+  receives_.begin_list(runs_.rbegin()->second.wiring, list, find);
   const std::vector<Action>& actions = pd2::actions(this->actions(), list);
   for (int i = 0; i < static_cast<int>(actions.size()); ++i) {
     Action action = actions[i];
@@ -359,15 +312,15 @@ void Executor::run_actions(ListKind list, std::int64_t last) {
     if (run) {
       doing_ = {action.stage, action.kind, run->id, action.microbatch, false};
     }
-    begin_action(i, run, action);
+    receives_.begin_action(i, run, action);
     if (run) {
       worker(action.stage).prepare(action.kind, *run, action.microbatch);
       execute(action, *run);
     }
-    end_action();
+    receives_.end_action();
     worker(action.stage).wait_for_device();
   }
-  begin_action(static_cast<int>(actions.size()));
+  receives_.begin_action(static_cast<int>(actions.size()));
 }
 
 void Executor::execute(const Action& action, const Run& run) {
@@ -413,33 +366,22 @@ void Executor::finish_updates() {
 
 void Executor::evaluate(const Run& run) {
   PD2_ASSERT(is_empty(), "evaluation needs a drained pipeline");
-  const auto plan = receives_.find(run.wiring);
-  const auto* early = plan == receives_.end() ? nullptr : &plan->second.evaluation.at(setup_.rank);
   // Microbatch by microbatch: a channel holds a limited number of unreceived messages.
   for (int number = 0; number < static_cast<int>(run.layouts.size()); ++number) {
-    posting_ = {};
-    posting_.early = early;
-    posting_.find = [&](int& microbatch) {
+    receives_.begin_evaluation(run.wiring, [&](int& microbatch) {
       microbatch = number;
       return &run;
-    };
+    });
     int action = 0;
     for (const auto& worker : workers_ | std::views::filter(&evaluates)) {
       const OnStream guard(worker->streams().compute);
       doing_ = {worker->stage(), ActionKind::kForward, run.id, number, true};
-      begin_action(action++);
+      receives_.begin_action(action++);
       worker->prepare(ActionKind::kForward, run, number);
       worker->evaluate(run, number);
-      end_action();
+      receives_.end_action();
       worker->wait_for_device();
     }
-  }
-}
-
-void Executor::log(const ExecutedAction& action) {
-  if (recording_.load(std::memory_order_relaxed)) {
-    const std::lock_guard lock(mutex_);
-    record_.push_back(action);
   }
 }
 
@@ -465,82 +407,6 @@ void Executor::join_here() const {
   for (const StageStreams* each : streams_) {
     each->join_here();
   }
-}
-
-void Executor::plan_receives(int wiring, const std::vector<StageEdge>& edges,
-                             const std::vector<JointUpdate>& joint) {
-  receives_.insert_or_assign(wiring, pd2::plan_receives(setup_.schedule, edges, joint));
-}
-
-// Before the action's own receives: what it posts here is under way, whatever those wait for.
-void Executor::begin_action(int action, const Run* run, const Action& what) {
-  posting_.action = action;
-  posting_.is_done = false;
-  if (posting_.early == nullptr) {
-    return;
-  }
-  post(Moment::kBeforeUpdates);
-  if (posting_.awaited != nullptr) {
-    for (const AwaitedUpdate& each : *posting_.awaited) {
-      if (each.action == action) {
-        worker(each.stage).updates().finish();
-      }
-    }
-    if (run != nullptr) {
-      worker(what.stage).finish_updates_before(what.kind, *run, what.microbatch);
-    }
-  }
-  post(Moment::kBefore);
-}
-
-void Executor::post_with_sends() {
-  if (!std::exchange(posting_.is_done, true)) {
-    post(Moment::kWithSends);
-  }
-}
-
-void Executor::end_action() {
-  post_with_sends();
-  post(Moment::kAfterSends);
-}
-
-void Executor::post(Moment moment) {
-  for (std::size_t i = 0; posting_.early != nullptr && i < posting_.early->size(); ++i) {
-    const EarlyReceive& each = (*posting_.early)[i];
-    if (each.action == posting_.action && each.moment == moment) {
-      int microbatch = each.receive.microbatch;
-      if (const Run* run = posting_.find(microbatch)) {
-        worker(each.receive.to).post(*run, microbatch, each.receive.from);
-      }
-    }
-  }
-}
-
-void Executor::record(bool on) {
-  if (on) {
-    clocks_.clear();
-    for (const StageStreams* each : streams_) {
-      // Not on `compute`, whose work the executor's thread may be recording as a graph.
-      clocks_.emplace(each->device, each->inputs);
-    }
-  }
-  recording_ = on;
-}
-
-std::vector<ExecutedAction> Executor::take_record() {
-  std::vector<ExecutedAction> record;
-  {
-    const std::lock_guard lock(mutex_);
-    record = std::exchange(record_, {});
-  }
-  for (ExecutedAction& action : record) {
-    if (action.ended.is_of_device()) {
-      const DeviceClock& clock = clocks_.at(worker(action.stage).streams().device);
-      action.start = clock.time_of(action.begun);
-      action.end = clock.time_of(action.ended);
-    }
-  }
-  return record;
 }
 
 }  // namespace pd2

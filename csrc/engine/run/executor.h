@@ -1,16 +1,16 @@
 // The loop of a rank: a thread that walks the schedule's lists.
 #pragma once
 
-#include "core/schedule/receives.h"
 #include "core/schedule/schedule.h"
 #include "engine/fault.h"
-#include "engine/run/device_clock.h"
+#include "engine/run/action_log.h"
+#include "engine/run/failed_action.h"
+#include "engine/run/planned_receives.h"
 #include "engine/run/run.h"
 #include "engine/run/stage_worker.h"
 #include "engine/streams.h"
 
 #include <array>
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -19,9 +19,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 namespace pd2 {
@@ -55,11 +53,12 @@ class Executor {
   // Throws ValueError if the executor does not run the stage.
   StageWorker& worker(int stage) const;
 
-  // Receives of runs with this wiring are posted by a plan, for channels that post none by
-  // themselves: see plan_receives(), which may throw ValueError. `edges` and `joint` as there. From
-  // the submitting thread, before the first run that uses it, or drained.
+  // Receives of runs with this wiring are posted by a plan: see PlannedReceives::plan(). From the
+  // submitting thread, before the first run that uses it, or drained.
   void plan_receives(int wiring, const std::vector<StageEdge>& edges,
-                     const std::vector<JointUpdate>& joint);
+                     const std::vector<JointUpdate>& joint) {
+    receives_.plan(wiring, edges, joint);
+  }
 
   using Ticket = std::int64_t;
   Ticket submit_run(Run run);
@@ -97,18 +96,10 @@ class Executor {
   void drop_connections();
 
   // Whether actions are recorded from now on. Waits for the copies of inputs to the devices.
-  void record(bool on);
-  std::vector<ExecutedAction> take_record();
+  void record(bool on) { log_.record(on, streams_); }
+  std::vector<ExecutedAction> take_record() { return log_.take(); }
 
  private:
-  struct Doing {
-    int stage = 0;
-    ActionKind kind = ActionKind::kForward;
-    std::int64_t run = 0;
-    int microbatch = 0;
-    bool evaluating = false;
-  };
-
   // What the submitting thread's streams of one device, and the streams of its inputs, had been
   // given.
   using Given = std::vector<std::array<Fence, 2>>;
@@ -122,25 +113,12 @@ class Executor {
   void begin_run(const Run& run);
   void run_actions(ListKind list, std::int64_t last);
   void execute(const Action& action, const Run& run);
-  // Gives the run of a microbatch of a list, and its number there; or null.
-  using FindRun = std::function<const Run*(int& microbatch)>;
-  // These post the receives of the plan that belong there: the second once, the last one too. The
-  // first one waits for updates in between, as the plan asks for. `run`: of `what`, the action;
-  // null: it is skipped, or the list is over.
-  void begin_action(int action, const Run* run = nullptr, const Action& what = {});
-  void post_with_sends();
-  void end_action();
-  void post(Moment moment);
   void drain();
   void finish_updates();
   void evaluate(const Run& run);
-  void log(const ExecutedAction& action);
   void abort_channels();
   bool is_empty() const;
-  std::string where(const Doing& doing) const;
-  // The exception that is being handled.
-  Failure describe(const Doing& doing) const;
-  // Raises the fault with it.
+  // Raises the fault with the exception that is being handled.
   void fail(const Doing& doing);
   // Discards the batch because of it. False if it is not the user's mistake, or if some stage may
   // have made the batch's update already.
@@ -149,8 +127,9 @@ class Executor {
 
   const ExecutorSetup setup_;
   const std::shared_ptr<Fault> fault_;
+  ActionLog log_;
+  PlannedReceives receives_{setup_, [this](int stage) -> StageWorker& { return worker(stage); }};
   std::vector<std::unique_ptr<StageWorker>> workers_;
-  std::unordered_map<c10::Device, DeviceClock> clocks_;  // since record(true)
   std::vector<const StageStreams*> streams_;  // of the workers that have a device's, each once
 
   // Used by the executor's thread alone.
@@ -161,17 +140,6 @@ class Executor {
   int most_runs_before_ = 0;
   bool has_verdicts_ = false;
   Doing doing_;
-  std::map<int, ReceivePlan> receives_;  // by wiring
-  // Of the list, or evaluation, that is being executed: its part of the plan, the action, and
-  // whether the receives that belong to its sends have been posted.
-  struct Posting {
-    const std::vector<EarlyReceive>* early = nullptr;  // null: channels post theirs by themselves
-    const std::vector<AwaitedUpdate>* awaited = nullptr;
-    FindRun find;
-    int action = 0;
-    bool is_done = true;
-  };
-  Posting posting_;
 
   mutable std::mutex mutex_;
   std::condition_variable submitted_, executed_;
@@ -179,8 +147,6 @@ class Executor {
   Ticket last_ticket_ = 0, last_executed_ = 0;
   bool looping_ = false;
   bool closed_ = false;
-  std::atomic<bool> recording_ = false;
-  std::vector<ExecutedAction> record_;
   std::thread thread_;
 };
 

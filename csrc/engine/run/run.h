@@ -76,23 +76,6 @@ struct ForwardResult {
 
 using Forward = std::function<ForwardResult(ForwardCall)>;
 
-// An executed action, for logs and timelines. Times are seconds of the steady clock, which all
-// processes of one machine share; of a device, when it began and ended the action. A backward that
-// sends gradients ends when it sends them, although the gradients of the first weights may still be
-// added then. A forward that was called again is a kRecompute.
-struct ExecutedAction {
-  int stage;
-  ActionKind kind;
-  std::int64_t run;  // of an update: the last run of its batch
-  int microbatch;
-  std::int64_t version;  // read by F and B, written by U
-  double start;
-  double end;
-  // On a device: timed, and what start and end are made from once it has come there.
-  Fence begun{};
-  Fence ended{};
-};
-
 // Whether actions are recorded as a device's graphs: not at all, those that can be, or all.
 enum class UseGraphs { kNever, kAuto, kAlways };
 

@@ -2,7 +2,6 @@
 
 #include "core/check.h"
 #include "engine/clock.h"
-#include "engine/run/action_range.h"
 #include "engine/run/input_sink.h"
 #include "engine/run/keyed_random.h"
 
@@ -17,8 +16,6 @@
 namespace pd2 {
 namespace {
 
-// Microbatches: with fewer a device could be through before its host has given it more.
-constexpr std::size_t kMostBehind = 2;
 // Different ones, of which a run has one or two unless its microbatches' rows differ.
 constexpr std::size_t kMostSeeds = 64;
 
@@ -41,7 +38,7 @@ UpdateCallbacks StageWorker::with_record(UpdateCallbacks callbacks) {
       const ActionRange range(action);
       update();
     }
-    log(action, now());
+    callbacks_.log.end(action);
   };
   return callbacks;
 }
@@ -70,8 +67,7 @@ void StageWorker::drop_connections() {
 void StageWorker::clear() {
   updates_.end();
   in_flight_.clear();
-  behind_.clear();
-  bytes_behind_ = 0;
+  backlog_.clear();
   loss_ = {};
   if (graphs_) {
     graphs_->clear();
@@ -137,7 +133,7 @@ void StageWorker::send_values(const Run& run, int microbatch, std::optional<Forw
       wiring.outbound[e].gradients->expect(layout);
     }
   }
-  callbacks_.post_with_sends();
+  callbacks_.receives.post_with_sends();
   for (std::size_t e = 0; e < messages.size(); ++e) {
     wiring.outbound[e].values->send(layout, std::move(messages[e]));
   }
@@ -327,7 +323,7 @@ std::optional<ForwardResult> StageWorker::compute(const Run& run, int microbatch
       is_differentiable(result)) {
     count_bytes(in_flight, bytes + result.bytes_kept);
   }
-  log(action, now());
+  callbacks_.log.end(action);
   return result;
 }
 
@@ -389,22 +385,6 @@ ForwardResult StageWorker::run_forward(const Run& run, ForwardCall call, InFligh
   return result;
 }
 
-void StageWorker::leave_to_device(const InFlight& in_flight) {
-  if (!stage_->on_host()) {
-    behind_.push_back({Fence::of(streams().compute), in_flight.message_bytes});
-    bytes_behind_ += in_flight.message_bytes;
-    most_bytes_behind_ = std::max(most_bytes_behind_.load(), bytes_behind_);
-  }
-}
-
-void StageWorker::wait_for_device() {
-  while (behind_.size() > kMostBehind) {
-    behind_.front().end.wait();
-    bytes_behind_ -= behind_.front().bytes;
-    behind_.pop_front();
-  }
-}
-
 void StageWorker::count_bytes(InFlight& in_flight, std::int64_t bytes) {
   in_flight.bytes += bytes;
   bytes_in_flight_ += bytes;
@@ -423,24 +403,14 @@ void StageWorker::evaluate(const Run& run, int microbatch) {
     result.reset();
   }
   send_values(run, microbatch, result, nullptr);
-  leave_to_device(none);
+  backlog_.add(streams().compute, none.message_bytes);
 }
 
 ExecutedAction StageWorker::begin(ActionKind kind, std::int64_t run, int microbatch,
                                   std::int64_t version) const {
-  ExecutedAction action{mine_.index, kind, run, first_microbatch_ + microbatch, version, now(), 0};
-  if (!stage_->on_host() && callbacks_.is_recording()) {
-    action.begun = Fence::of(stream_here(stage_->streams().device), /*is_timed=*/true);
-  }
+  ExecutedAction action{mine_.index, kind, run, first_microbatch_ + microbatch, version, 0, 0};
+  callbacks_.log.begin(action, stage_->streams().device);
   return action;
-}
-
-void StageWorker::log(ExecutedAction action, double end) const {
-  action.end = end;
-  if (action.begun.is_of_device()) {
-    action.ended = Fence::of(stream_here(stage_->streams().device), /*is_timed=*/true);
-  }
-  callbacks_.log(action);
 }
 
 // ---------------------------------------------------------------- backwards
@@ -453,7 +423,7 @@ void StageWorker::recompute(std::int64_t run, int microbatch, InFlight& in_fligh
   const ForwardResult result = call_forward(std::move(call), in_flight.random_key);
   in_flight.history.keep_edges(result);
   count_bytes(in_flight, result.bytes_kept);
-  log(action, now());
+  callbacks_.log.end(action);
 }
 
 StageWorker::InFlight& StageWorker::in_flight(std::int64_t run, int microbatch) {
@@ -467,7 +437,7 @@ bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch
     return false;
   }
   if (!is_discarded(run) && !is_absent(run, microbatch)) {
-    log(begin(kind, run.id, microbatch, version_of_batch(run.batch)), now());
+    callbacks_.log.end(begin(kind, run.id, microbatch, version_of_batch(run.batch)));
   }
   return true;
 }
@@ -490,7 +460,7 @@ bool StageWorker::lets_sums_begin(const Run& run, int microbatch) const {
 void StageWorker::end_flight(std::int64_t run, int microbatch) {
   const auto place = in_flight_.find({run, microbatch});
   release(place->second);
-  leave_to_device(place->second);
+  backlog_.add(streams().compute, place->second.message_bytes);
   in_flight_.erase(place);
 }
 
@@ -554,7 +524,7 @@ void StageWorker::weight_grad(const Run& run, int microbatch) {
       return std::ranges::find(in_flight.owes_gradients, true) != in_flight.owes_gradients.end();
     };
     if (attempt(run, run_half, has_sent)) {
-      log(action, now());
+      callbacks_.log.end(action);
     }
   }
   end_flight(run.id, microbatch);
@@ -628,7 +598,7 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
     is_good = attempt(run, compute, [&] { return sent_at.has_value(); });
   }
   if (is_good) {
-    log(action, sent_at.value_or(now()));
+    callbacks_.log.end(action, sent_at);
   }
   std::vector<Message> messages(wiring.inbound.size());
   for (std::size_t e = 0; e < messages.size(); ++e) {
@@ -641,7 +611,7 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
       wiring.inbound[e].gradients->prepare(in_flight.layout, messages[e]);
     }
   }
-  callbacks_.post_with_sends();
+  callbacks_.receives.post_with_sends();
   for (std::size_t e = 0; e < messages.size(); ++e) {
     if (in_flight.owes_gradients[e] && !sent[e]) {
       wiring.inbound[e].gradients->send(in_flight.layout, std::move(messages[e]));

@@ -5,8 +5,11 @@
 #include "engine/channels/channel.h"
 #include "engine/loss/run_loss.h"
 #include "engine/run/action_graphs.h"
+#include "engine/run/action_log.h"
+#include "engine/run/device_backlog.h"
 #include "engine/run/history.h"
 #include "engine/run/keyed_random.h"
+#include "engine/run/planned_receives.h"
 #include "engine/run/run.h"
 #include "engine/run/split_backward.h"
 #include "engine/run/wiring.h"
@@ -18,7 +21,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -29,17 +31,13 @@
 
 namespace pd2 {
 
-// By which a stage's worker calls its executor.
+// What a stage's worker has of its executor.
 struct WorkerCallbacks {
-  // Whether actions are recorded, with a device's times.
-  std::function<bool()> is_recording;
-  // Gets every action that was executed, also from the updates' thread.
-  std::function<void(const ExecutedAction&)> log;
+  ActionLog& log;
+  PlannedReceives& receives;  // those that belong to an action's sends are posted before these
   // Called while what the user's code raised is handled. False: it is a fault. `has_sent`: whether
   // another stage may have this one's gradients of the microbatch.
   std::function<bool(std::int64_t batch, bool has_sent)> discard;
-  // Posts the receives that belong to the action's sends. Called when these are prepared.
-  std::function<void()> post_with_sends;
 };
 
 // Used by one executor's thread; methods that other threads may call say so.
@@ -90,9 +88,8 @@ class StageWorker {
   // Forward only, no gradients, on the newest version.
   void evaluate(const Run& run, int microbatch);
 
-  // Lets the device be behind by a few microbatches at most that the stage has forgotten: their
-  // memory is not free before it comes there.
-  void wait_for_device();
+  // Lets the device be behind by few microbatches.
+  void wait_for_device() { backlog_.wait(); }
 
   bool is_empty() const { return in_flight_.empty(); }
   // Forgets everything under way.
@@ -101,8 +98,7 @@ class StageWorker {
   // From any thread.
   std::int64_t most_bytes_in_flight() const { return most_bytes_in_flight_; }
   int most_in_flight() const { return most_in_flight_; }
-  // Messages of those that a device was behind.
-  std::int64_t most_bytes_behind() const { return most_bytes_behind_; }
+  std::int64_t most_bytes_behind() const { return backlog_.most_bytes(); }
   std::int64_t message_buffer_bytes() const { return wirings_.buffer_bytes(); }
   GraphReport graph_report() const { return graphs_ ? graphs_->report() : GraphReport(); }
 
@@ -187,8 +183,6 @@ class StageWorker {
   void begin_gradients(const Run& run, int microbatch);
   bool lets_sums_begin(const Run& run, int microbatch) const;
   void end_flight(std::int64_t run, int microbatch);
-  // The microbatch needs nothing any more but the device's work.
-  void leave_to_device(const InFlight& in_flight);
   void add_loss(const Run& run, int microbatch, const ForwardResult& result, InFlight& in_flight);
   // What the microbatch's backward begins with: the loss's weight in the batch, times the scale.
   // Made once, as on a device it takes several kernels.
@@ -196,7 +190,6 @@ class StageWorker {
   void hand_over_loss(const Run& run);
   ExecutedAction begin(ActionKind kind, std::int64_t run, int microbatch,
                        std::int64_t version) const;
-  void log(ExecutedAction action, double end) const;
   UpdateCallbacks with_record(UpdateCallbacks callbacks);
 
   const ExecutorSetup& setup_;
@@ -217,13 +210,7 @@ class StageWorker {
   std::int64_t bytes_in_flight_ = 0;
   std::atomic<std::int64_t> most_bytes_in_flight_ = 0;
   std::atomic<int> most_in_flight_ = 0;
-  struct Behind {
-    Fence end;
-    std::int64_t bytes = 0;
-  };
-  std::deque<Behind> behind_;  // that the device may not have reached
-  std::int64_t bytes_behind_ = 0;
-  std::atomic<std::int64_t> most_bytes_behind_ = 0;
+  DeviceBacklog backlog_;
   StageUpdates updates_;  // ends first
 };
 
