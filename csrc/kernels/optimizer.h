@@ -27,6 +27,7 @@ struct SgdOptions {
   bool nesterov = false;
   bool maximize = false;
   bool first_step = false;
+  bool operator==(const SgdOptions&) const = default;
 };
 
 // Hyper-parameters of torch.optim.Adam, and of AdamW with `decoupled_weight_decay`. `step` is the
@@ -41,6 +42,7 @@ struct AdamOptions {
   bool decoupled_weight_decay = false;
   bool amsgrad = false;
   bool maximize = false;
+  bool operator==(const AdamOptions&) const = default;
 };
 
 // Error feedback for gradients that are a batch late: after a step u from W(t), W(t+1) = W(t) + u +
@@ -49,6 +51,7 @@ struct AdamOptions {
 struct FeedbackOptions {
   double coefficient = 1.0;
   bool first_step = false;
+  bool operator==(const FeedbackOptions&) const = default;
 };
 
 // Where a step reads and writes the weights; `Scalar` is the type of its arithmetic and of state,

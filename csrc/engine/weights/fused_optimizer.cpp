@@ -175,62 +175,41 @@ void FusedOptimizer::allocate_state(std::span<const GroupOptions> groups,
   }
 }
 
-std::vector<FusedOptimizer::Segment> FusedOptimizer::merge_into_segments(
-    std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient) const {
+std::vector<kernels::StepOfRun> FusedOptimizer::runs(std::span<const GroupOptions> groups,
+                                                     const std::vector<bool>& has_gradient) const {
   const auto line =
       alignment_bytes(options_.device()) / static_cast<std::int64_t>(options_.dtype().itemsize());
-  const bool sgd = kind_ == OptimizerKind::kSgd;
-  std::vector<Segment> segments;
+  std::vector<kernels::StepOfRun> runs;
   for (std::size_t i = 0; i < slices_.size(); ++i) {
     const ParameterSlice& slice = slices_[i];
     if (slice.numel == 0) continue;
-    const Segment next{.begin = slice.offset,
-                       .end = slice.offset + slice.numel,
-                       .state = state_offsets_[i],
-                       .group = slice.group,
-                       .step = sgd ? 0 : step_counts_[i] + 1,
-                       .has_gradient = has_gradient[i],
-                       .first_step = sgd && (step_counts_[i] == 0 || !has_momentum_[i]),
-                       .has_kept = has_kept_[i]};
-    // Adam would make 0 / (0 + eps) of padding.
-    const bool padding_stays_zero =
-        sgd || !next.has_gradient || groups[slice.group].adam.eps != 0.0;
-    if (!segments.empty()) {
-      Segment& last = segments.back();
+    const GroupOptions& group = groups[slice.group];
+    kernels::StepOfRun next{slice.offset, slice.offset + slice.numel, state_offsets_[i]};
+    if (has_gradient[i] && kind_ == OptimizerKind::kSgd) {
+      kernels::SgdOptions options = group.sgd;
+      options.first_step = step_counts_[i] == 0 || !has_momentum_[i];
+      next.options = options;
+    } else if (has_gradient[i]) {
+      kernels::AdamOptions options = group.adam;
+      options.step = step_counts_[i] + 1;
+      next.options = options;
+    }
+    if (has_gradient[i] && group.feedback_coefficient != 0.0) {
+      next.feedback = {.coefficient = group.feedback_coefficient, .first_step = !has_kept_[i]};
+    }
+    if (!runs.empty()) {  // neighbours that are stepped alike, with the padding between them
+      kernels::StepOfRun& last = runs.back();
       const std::int64_t gap = next.begin - last.end;
-      const bool alike = last.has_gradient == next.has_gradient &&
-                         (!next.has_gradient ||
-                          (last.group == next.group && last.step == next.step &&
-                           last.first_step == next.first_step && last.has_kept == next.has_kept));
-      if (alike && gap < line && (gap == 0 || padding_stays_zero)) {
+      // Adam would make 0 / (0 + eps) of padding.
+      const bool padding_stays_zero =
+          kind_ == OptimizerKind::kSgd || !has_gradient[i] || group.adam.eps != 0.0;
+      if (last.options == next.options && last.feedback == next.feedback && gap < line &&
+          (gap == 0 || padding_stays_zero)) {
         last.end = next.end;
         continue;
       }
     }
-    segments.push_back(next);
-  }
-  return segments;
-}
-
-std::vector<kernels::StepOfRun> FusedOptimizer::runs(std::span<const GroupOptions> groups,
-                                                     const std::vector<bool>& has_gradient) const {
-  std::vector<kernels::StepOfRun> runs;
-  for (const Segment& segment : merge_into_segments(groups, has_gradient)) {
-    kernels::StepOfRun& run = runs.emplace_back();
-    run = {segment.begin, segment.end, segment.state};
-    if (segment.has_gradient && kind_ == OptimizerKind::kSgd) {
-      kernels::SgdOptions options = groups[segment.group].sgd;
-      options.first_step = segment.first_step;
-      run.options = options;
-    } else if (segment.has_gradient) {
-      kernels::AdamOptions options = groups[segment.group].adam;
-      options.step = segment.step;
-      run.options = options;
-    }
-    const double coefficient = groups[segment.group].feedback_coefficient;
-    if (segment.has_gradient && coefficient != 0.0) {
-      run.feedback = {.coefficient = coefficient, .first_step = !segment.has_kept};
-    }
+    runs.push_back(next);
   }
   return runs;
 }

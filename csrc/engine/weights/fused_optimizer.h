@@ -101,22 +101,10 @@ class FusedOptimizer {
   std::int64_t state_padding_bytes() const;
 
  private:
-  // Neighbouring parameters that are stepped alike, with the padding between them.
-  struct Segment {
-    std::int64_t begin, end;  // elements
-    std::int64_t state;       // where the state begins
-    int group;
-    std::int64_t step;  // Adam: the number of the step that this will be
-    bool has_gradient;
-    bool first_step;  // SGD: there is no momentum yet
-    bool has_kept;    // there is a step to feed back
-  };
   void check_arguments(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
                        std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient,
                        const at::Tensor& master) const;
   void allocate_state(std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient);
-  std::vector<Segment> merge_into_segments(std::span<const GroupOptions> groups,
-                                           const std::vector<bool>& has_gradient) const;
   std::vector<kernels::StepOfRun> runs(std::span<const GroupOptions> groups,
                                        const std::vector<bool>& has_gradient) const;
 
