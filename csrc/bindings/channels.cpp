@@ -1,14 +1,12 @@
 // Channels, messages and memory that processes share, as Python sees them. Stages send and receive
 // in the engine; Python measures links.
 #include "bindings/bindings.h"
-#include "bindings/python_lock.h"
-#include "bindings/structs.h"
-#include "engine/channels/abort_on_fault.h"
 #include "engine/channels/device_memory_sharing.h"
 #include "engine/channels/device_ring.h"
 #include "engine/channels/local_channel.h"
 #include "engine/channels/process_group_channel.h"
 #include "engine/channels/staged_channel.h"
+#include "engine/process_group.h"
 #include "transport/shared_board.h"
 #include "transport/shared_ring.h"
 
@@ -117,7 +115,7 @@ void bind_ends(py::module_& module) {
 }
 
 void bind_device_rings(py::module_& module) {
-  bind_registration(module, "register_device_memory_sharing", &register_device_memory_sharing);
+  bind_registration<DeviceMemorySharing>(module, "register_device_memory_sharing");
   py::class_<DeviceRingSender, Sender, std::shared_ptr<DeviceRingSender>>(module,
                                                                           "DeviceRingSender")
       .def_static(

@@ -56,15 +56,11 @@ void bind_norm(py::module_& module) {
 void bind_clipping(py::module_& module) {
   bind_loss_scale(module);
   bind_norm(module);
-  py::class_<Clipping>(module, "Clipping")
-      .def(py::init([](std::shared_ptr<GradientNorm> norm, double max_norm,
-                       std::vector<std::int64_t> parameters, bool gives_norms,
-                       std::optional<double> max_value, std::shared_ptr<LossScale> loss_scale) {
-             return Clipping{std::move(norm), max_norm,  std::move(parameters),
-                             gives_norms,     max_value, std::move(loss_scale)};
-           }),
-           py::kw_only(), py::arg("norm").none(true), py::arg("max_norm"), py::arg("parameters"),
-           py::arg("gives_norms"), py::arg("max_value"), py::arg("loss_scale").none(true));
+  bind_struct(
+      module, "Clipping", std::pair("norm", &Clipping::norm),
+      std::pair("max_norm", &Clipping::max_norm), std::pair("parameters", &Clipping::parameters),
+      std::pair("gives_norms", &Clipping::gives_norms),
+      std::pair("max_value", &Clipping::max_value), std::pair("loss_scale", &Clipping::loss_scale));
 }
 
 }  // namespace pd2

@@ -2,8 +2,6 @@
 #include "engine/run/executor.h"
 
 #include "bindings/bindings.h"
-#include "bindings/python_lock.h"
-#include "bindings/structs.h"
 #include "engine/loss/loss_board.h"
 #include "engine/update/batch_verdicts.h"
 
@@ -43,9 +41,11 @@ void bind_graphs(py::module_& module) {
       std::pair("backwards", &GraphReport::backwards), std::pair("others", &GraphReport::others));
   module.def(
       "has_device_graphs",
-      [](c10::Device device) { return find_device_graphs(device.type()) != nullptr; },
+      [](c10::Device device) {
+        return by_device_type<MakeDeviceGraph>().find(device.type()) != nullptr;
+      },
       py::arg("device"));
-  bind_registration(module, "register_device_graphs", &register_device_graphs);
+  bind_registration<MakeDeviceGraph>(module, "register_device_graphs");
 }
 
 void bind_structs(py::module_& module) {

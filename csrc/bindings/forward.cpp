@@ -1,6 +1,5 @@
 // The forward of a stage that is a Python function, and its random numbers.
 #include "bindings/bindings.h"
-#include "bindings/python_lock.h"
 #include "engine/run/keyed_random.h"
 #include "engine/run/run.h"
 

@@ -1,6 +1,5 @@
 // What replicas call in place of adding up their gradients, and torch's bucket for it.
 #include "bindings/bindings.h"
-#include "bindings/python_lock.h"
 #include "core/check.h"
 #include "engine/stage/stage.h"
 

@@ -1,6 +1,5 @@
 // Losses, as Python sees them.
 #include "bindings/bindings.h"
-#include "bindings/python_lock.h"
 #include "engine/fault.h"
 #include "engine/loss/loss_board.h"
 #include "transport/shared_board.h"

@@ -1,5 +1,5 @@
 // The partition of layers into stages, as Python sees it.
-#include "bindings/structs.h"
+#include "bindings/bindings.h"
 #include "planner/partition/stage_split.h"
 
 #include <utility>

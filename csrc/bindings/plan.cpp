@@ -1,7 +1,7 @@
 // The planner, as Python sees it.
 #include "planner/plan/plan.h"
 
-#include "bindings/structs.h"
+#include "bindings/bindings.h"
 
 #include <initializer_list>
 #include <string>

@@ -1,5 +1,5 @@
 // Schedules and their simulation, as Python sees them.
-#include "bindings/structs.h"
+#include "bindings/bindings.h"
 #include "core/schedule/generate.h"
 #include "core/schedule/global_updates.h"
 #include "core/schedule/methods.h"

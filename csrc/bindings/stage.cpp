@@ -2,7 +2,6 @@
 #include "engine/stage/stage.h"
 
 #include "bindings/bindings.h"
-#include "bindings/structs.h"
 #include "engine/fault.h"
 #include "engine/weights/device_passes.h"
 #include "engine/weights/fused_optimizer.h"
@@ -281,7 +280,7 @@ void bind_fused_optimizer(py::module_& module) {
 }  // namespace
 
 void bind_stage(py::module_& module) {
-  bind_registration(module, "register_device_passes", &register_device_passes);
+  bind_registration<DevicePasses>(module, "register_device_passes");
   py::class_<StageStreams, std::shared_ptr<StageStreams>>(module, "StageStreams")
       .def(py::init<c10::Device>(), py::arg("device"))
       .def_readonly("device", &StageStreams::device)

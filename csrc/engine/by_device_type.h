@@ -28,4 +28,11 @@ class ByDeviceType {
   std::map<c10::DeviceType, T> by_type_;
 };
 
+// Those of one type T, which lasts as long as the process.
+template <typename T>
+ByDeviceType<T>& by_device_type() {
+  static auto* const one = new ByDeviceType<T>;
+  return *one;
+}
+
 }  // namespace pd2

@@ -21,7 +21,7 @@ c10::Stream make_stream(c10::Device device, Urgency urgency) {
 }
 
 [[maybe_unused]] const bool kIsRegistered = [] {
-  register_streams(c10::DeviceType::CUDA, make_stream);
+  by_device_type<MakeStream>().set(c10::DeviceType::CUDA, make_stream);
   return true;
 }();
 

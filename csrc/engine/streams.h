@@ -2,6 +2,8 @@
 // returns, and everything here does nothing for it.
 #pragma once
 
+#include "engine/by_device_type.h"
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
@@ -30,13 +32,21 @@ inline MaybeStream stream_here(c10::Device device) {
 // transfer comes before this stage's own work, and what nobody waits for soon after that.
 enum class Urgency { kBackground, kStage, kMessage };
 
-// A stream of the library's own.
-MaybeStream own_stream(c10::Device device, Urgency urgency = Urgency::kBackground);
-
 // How streams of a type of device are made that has more priorities than two, which torch knows for
-// all. Before any pipeline is made.
+// all. See by_device_type().
 using MakeStream = c10::Stream (*)(c10::Device device, Urgency urgency);
-void register_streams(c10::DeviceType type, const MakeStream& make);
+
+// A stream of the library's own.
+inline MaybeStream own_stream(c10::Device device, Urgency urgency = Urgency::kBackground) {
+  if (!has_streams(device)) {
+    return std::nullopt;
+  }
+  if (const MakeStream* const make = by_device_type<MakeStream>().find(device.type())) {
+    return (*make)(device, urgency);
+  }
+  return c10::impl::VirtualGuardImpl(device.type())
+      .getStreamFromGlobalPool(device, urgency == Urgency::kMessage);
+}
 
 // The work that a stream had been given at some time. Copies are the same fence.
 class Fence {

@@ -1,6 +1,6 @@
 // The extension module of the delays, which tests and benchmarks alone build
 // (benchmarks/measuring/_delays.pyi). It shares pipedream2bw._C's types of channels.
-#include "bindings/python_lock.h"
+#include "bindings/bindings.h"
 #include "delays/delayed_backend.h"
 #include "delays/delayed_sender.h"
 

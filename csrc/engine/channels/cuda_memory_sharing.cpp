@@ -2,6 +2,7 @@
 // (stream memory operations), which keep no SM busy.
 #ifdef PD2_WITH_CUDA
 
+#include "engine/by_device_type.h"
 #include "engine/channels/device_memory_sharing.h"
 #include "engine/recording.h"
 
@@ -179,8 +180,8 @@ void await(SharedWord& word, std::uint32_t value, const MaybeStream& stream) {
 }
 
 [[maybe_unused]] const bool kIsRegistered = [] {
-  register_device_memory_sharing(c10::DeviceType::CUDA,
-                                 {take_stream, give_back, allocate, open, pin, copy, set, await});
+  by_device_type<DeviceMemorySharing>().set(
+      c10::DeviceType::CUDA, {take_stream, give_back, allocate, open, pin, copy, set, await});
   return true;
 }();
 

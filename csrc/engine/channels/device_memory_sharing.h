@@ -18,6 +18,8 @@ namespace pd2 {
 // wait for it; a host that writes ends their waiting, whatever has become of the other process.
 using SharedWord = std::atomic<std::uint32_t>;
 
+// See by_device_type(): CUDA's is there where it was built, and where there is none, none of the
+// device's memory is shared.
 struct DeviceMemorySharing {
   // A stream that waits for another process: behind it is no other work, as there may be behind
   // streams of a pool. It is to be given back idle.
@@ -41,10 +43,5 @@ struct DeviceMemorySharing {
   // Until the word has reached the value: is at most 2^31 - 1 above it, modulo 2^32.
   void (*await)(SharedWord& word, std::uint32_t value, const MaybeStream& stream);
 };
-
-// Before any channel is made. CUDA's is there where it was built.
-void register_device_memory_sharing(c10::DeviceType type, const DeviceMemorySharing& sharing);
-// Null if there is none.
-const DeviceMemorySharing* find_device_memory_sharing(c10::DeviceType type);
 
 }  // namespace pd2

@@ -1,6 +1,7 @@
 #include "engine/channels/device_ring.h"
 
 #include "core/check.h"
+#include "engine/by_device_type.h"
 #include "engine/with_peer.h"
 
 #include <ATen/ops/empty.h>
@@ -89,7 +90,7 @@ std::unique_ptr<DeviceRing> DeviceRing::create(c10::Device device, std::uint32_t
   static_assert(sizeof(Page) <= kPage);
   std::unique_ptr<SharedMemory> page = SharedMemory::create(kPage);
   std::unique_ptr<SharedRing> notes = SharedRing::create(num_slots, SharedRing::Timeout(timeout));
-  if (find_device_memory_sharing(device.type()) == nullptr || !page || !notes) {
+  if (by_device_type<DeviceMemorySharing>().find(device.type()) == nullptr || !page || !notes) {
     return nullptr;
   }
   Page* const shared = new (page->data()) Page{};
@@ -109,7 +110,7 @@ std::unique_ptr<DeviceRing> DeviceRing::create(c10::Device device, std::uint32_t
 std::unique_ptr<DeviceRing> DeviceRing::open(const std::string& address, c10::Device device,
                                              double timeout) {
   std::unique_ptr<SharedMemory> page = SharedMemory::open(address);
-  if (find_device_memory_sharing(device.type()) == nullptr || !page) {
+  if (by_device_type<DeviceMemorySharing>().find(device.type()) == nullptr || !page) {
     return nullptr;
   }
   std::unique_ptr<DeviceRing> ring(new DeviceRing(device, std::move(page), /*is_sender=*/false));
@@ -126,7 +127,7 @@ std::unique_ptr<DeviceRing> DeviceRing::open(const std::string& address, c10::De
 }
 
 DeviceRing::DeviceRing(c10::Device device, std::unique_ptr<SharedMemory> page, bool is_sender)
-    : sharing_(*find_device_memory_sharing(device.type())),
+    : sharing_(*by_device_type<DeviceMemorySharing>().find(device.type())),
       is_sender_(is_sender),
       stream_(sharing_.take_stream(device)),
       device_(stream_ ? stream_->device() : device),

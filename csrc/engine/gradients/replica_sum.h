@@ -5,7 +5,7 @@
 #include "engine/gradients/grad_accumulator.h"
 #include "engine/gradients/gradient_buckets.h"
 #include "engine/gradients/shares.h"
-#include "engine/release_group.h"
+#include "engine/process_group.h"
 #include "engine/streams.h"
 
 #include <ATen/core/Tensor.h>

@@ -1,7 +1,7 @@
 // The sum of the gradients of parameters that several stages hold (tied weights).
 #pragma once
 
-#include "engine/release_group.h"
+#include "engine/process_group.h"
 #include "engine/streams.h"
 
 #include <ATen/core/Tensor.h>

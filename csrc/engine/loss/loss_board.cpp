@@ -1,7 +1,7 @@
 #include "engine/loss/loss_board.h"
 
 #include "core/check.h"
-#include "engine/release_group.h"
+#include "engine/process_group.h"
 #include "engine/this_thread.h"
 #include "engine/with_peer.h"
 

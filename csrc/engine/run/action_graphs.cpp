@@ -1,16 +1,20 @@
 #include "engine/run/action_graphs.h"
 
 #include "core/check.h"
+#include "engine/by_device_type.h"
 #include "engine/recording.h"
-#include "engine/run/input_sink.h"
 #include "engine/run/keyed_random.h"
 #include "engine/run/recorded_draws.h"
 #include "engine/run/split_backward.h"
-#include "engine/run/static_tensor.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <exception>
 #include <optional>
+#include <span>
 
 namespace pd2 {
 namespace {
@@ -34,6 +38,84 @@ void record_work(DeviceGraph& graph, std::int64_t bytes, Work work) {
     throw;
   }
   graph.end();
+}
+
+// ---------------------------------------------------------------- tensors at addresses that stay
+
+// From its first element to its last one in memory.
+std::int64_t span_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) {
+    return 0;
+  }
+  std::int64_t elements = 1;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    elements += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  return elements;
+}
+
+// Writing to it does not count as a write to the tensor, which autograd may have saved.
+at::Tensor flat(const at::Tensor& tensor) {
+  return tensor.variable_data().as_strided({span_of(tensor)}, {1}, tensor.storage_offset());
+}
+
+// Whether the functions below can copy it.
+bool is_plain(const at::Tensor& tensor) {
+  return !tensor.defined() || (tensor.layout() == at::kStrided && !tensor.is_conj() &&
+                               !tensor.is_neg() && !tensor.is_quantized() && tensor.has_storage());
+}
+
+// A tensor of the same sizes, strides and dtype over new memory, without a history; undefined for
+// an undefined one. Kernels may depend on strides: they are kept, also of expanded tensors.
+at::Tensor empty_alike(const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    return {};
+  }
+  const at::NoGradGuard no_grad;
+  const auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(tensor.device());
+  return at::empty({span_of(tensor)}, options)
+      .as_strided(tensor.sizes(), tensor.strides(), /*storage_offset=*/0)
+      .tensor_data();
+}
+
+// Gives `to`, made by empty_alike(from) or from one like it, the elements of `from`.
+void copy_elements(const at::Tensor& from, const at::Tensor& to) {
+  if (from.defined() && from.numel() > 0) {
+    const at::NoGradGuard no_grad;
+    flat(to).copy_(flat(from));
+  }
+}
+
+// empty_alike() with the elements. It requires grad if `tensor` does.
+at::Tensor copy_alike(const at::Tensor& tensor) {
+  at::Tensor made = empty_alike(tensor);
+  if (made.defined()) {
+    copy_elements(tensor, made);
+    made.set_requires_grad(tensor.requires_grad());
+  }
+  return made;
+}
+
+// Appends what tensors are, but for their elements and addresses; or a number.
+void describe(std::string& text, std::int64_t number) {
+  text.append(reinterpret_cast<const char*>(&number), sizeof(number));
+}
+
+void describe(std::string& text, std::span<const at::Tensor> tensors) {
+  describe(text, static_cast<std::int64_t>(tensors.size()));
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined()) {
+      describe(text, -1);
+      continue;
+    }
+    describe(text, static_cast<std::int64_t>(tensor.scalar_type()));
+    describe(text, tensor.requires_grad());
+    describe(text, tensor.dim());
+    for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+      describe(text, tensor.size(i));
+      describe(text, tensor.stride(i));
+    }
+  }
 }
 
 std::vector<at::Tensor> all_inputs(const ForwardCall& call, const GivenInputs& given) {
@@ -99,7 +181,7 @@ std::unique_ptr<ActionGraphs> ActionGraphs::of(const ExecutorSetup& setup, const
     return nullptr;
   }
   std::string refusal;
-  if (!find_device_graphs(mine.stage->streams().device.type())) {
+  if (!by_device_type<MakeDeviceGraph>().find(mine.stage->streams().device.type())) {
     refusal = detail::concat("device ", mine.stage->streams().device.str(), " records no work");
   } else if (mine.recompute) {
     refusal = "the stage recomputes";
@@ -115,7 +197,7 @@ std::unique_ptr<ActionGraphs> ActionGraphs::of(const ExecutorSetup& setup, const
 ActionGraphs::ActionGraphs(Stage& stage, const GraphSetup& setup, std::string refusal)
     : stage_(stage),
       setup_(setup),
-      make_(find_device_graphs(stage.streams().device.type())),
+      make_(by_device_type<MakeDeviceGraph>().find(stage.streams().device.type())),
       refusal_(std::move(refusal)) {
   PD2_CHECK(refusal_.empty() || setup.use != UseGraphs::kAlways, "graphs: True, but ", refusal_);
 }
@@ -215,7 +297,7 @@ std::shared_ptr<ActionGraphs::Recording> ActionGraphs::record(ForwardCall call, 
                                                               const GivenInputs& given,
                                                               const Use& use) const {
   auto made = std::make_shared<Recording>();
-  made->graph = make_(nullptr);
+  made->graph = (*make_)(nullptr);
   const std::vector<at::Tensor> inputs = all_inputs(call, given);
   made->inputs = empty_alikes(inputs);
   copy_all(inputs, made->inputs);  // a device may look at them while it records
@@ -278,7 +360,7 @@ bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming,
     Recording::Backward made;
     made.gradients_text = std::move(text);
     made.before = before;
-    made.graph = make_(forward.graph.get());
+    made.graph = (*make_)(forward.graph.get());
     made.gradients = empty_alikes(incoming.gradients);
     copy_all(incoming.gradients, made.gradients);
     try {

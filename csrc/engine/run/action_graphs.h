@@ -105,7 +105,7 @@ class ActionGraphs {
 
   Stage& stage_;
   const GraphSetup& setup_;
-  const MakeDeviceGraph make_;
+  const MakeDeviceGraph* const make_;  // null: there is a refusal
   const std::string refusal_;
   std::map<std::string, Kind> kinds_;
   std::int64_t uses_ = 0;  // forwards so far

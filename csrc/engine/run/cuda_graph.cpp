@@ -8,6 +8,7 @@
 #ifdef PD2_WITH_CUDA
 
 #include "core/check.h"
+#include "engine/by_device_type.h"
 #include "engine/run/device_graph.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -240,7 +241,7 @@ class CudaGraph final : public DeviceGraph {
 };
 
 [[maybe_unused]] const bool is_set = [] {
-  register_device_graphs(
+  by_device_type<MakeDeviceGraph>().set(
       c10::DeviceType::CUDA, [](const DeviceGraph* beside) -> std::unique_ptr<DeviceGraph> {
         return std::make_unique<CudaGraph>(static_cast<const CudaGraph*>(beside));
       });

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/DeviceType.h>
 
 #include <cstdint>
 #include <memory>
@@ -38,12 +37,9 @@ class DeviceGraph {
   virtual std::int64_t bytes() const = 0;
 };
 
-// `beside`: a graph whose tensors the new one may use and whose memory it shares; null: none.
+// How graphs are made for devices of a type; where there is nothing by_device_type(), the work of
+// such devices cannot be recorded. `beside`: a graph whose tensors the new one may use and whose
+// memory it shares; null: none.
 using MakeDeviceGraph = std::unique_ptr<DeviceGraph> (*)(const DeviceGraph* beside);
-
-// How graphs are made for devices of a type. From any thread.
-void register_device_graphs(c10::DeviceType type, const MakeDeviceGraph& make);
-// Null: the work of such devices cannot be recorded.
-MakeDeviceGraph find_device_graphs(c10::DeviceType type);
 
 }  // namespace pd2

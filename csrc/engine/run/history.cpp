@@ -1,7 +1,5 @@
 #include "engine/run/history.h"
 
-#include "engine/run/input_sink.h"
-
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>

@@ -2,7 +2,6 @@
 
 #include "core/check.h"
 #include "engine/clock.h"
-#include "engine/run/input_sink.h"
 #include "engine/run/keyed_random.h"
 
 #include <ATen/core/grad_mode.h>

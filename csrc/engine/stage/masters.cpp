@@ -1,13 +1,33 @@
 #include "engine/stage/masters.h"
 
 #include "core/check.h"
-#include "engine/weights/split_master.h"
 
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 
 namespace pd2 {
+namespace {
+
+// Float32 weights in two buffers of 16 bits, as whole tensors: see kernels/half.h. `high` is
+// bfloat16, `remainder` int16, both contiguous and of one shape.
+at::Tensor join_master(const at::Tensor& high, const at::Tensor& remainder) {
+  const at::Tensor bits = high.view(at::kShort).to(at::kInt).bitwise_left_shift(16);
+  return bits.add_(remainder).view(at::kFloat);
+}
+
+void split_master(const at::Tensor& master, const at::Tensor& high, const at::Tensor& remainder) {
+  const at::Tensor given = master.contiguous().view(at::kInt);
+  const at::Tensor bits =
+      at::where(master.isnan(), at::full_like(given, std::int32_t{0x7FC00000}), given);
+  // To int16 means the lower half, with its sign.
+  remainder.copy_(bits.to(at::kShort));
+  high.view(at::kShort).copy_(bits.add(0x8000).bitwise_right_shift(16).to(at::kShort));
+}
+
+}  // namespace
 
 Masters::Masters(const StageLayout& layout, const Slots& slots, GradientPath& gradients)
     : layout_(layout), slots_(slots), gradients_(gradients), host_(gradients.host()) {

@@ -2,8 +2,7 @@
 
 #include "core/check.h"
 #include "engine/channels/wait_for_work.h"
-#include "engine/release_group.h"
-#include "engine/update/finish_exchange.h"
+#include "engine/process_group.h"
 
 #include <ATen/ops/tensor.h>
 

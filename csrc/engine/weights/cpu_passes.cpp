@@ -1,5 +1,5 @@
-#include "engine/weights/cpu_passes.h"
-
+#include "engine/by_device_type.h"
+#include "engine/weights/device_passes.h"
 #include "engine/weights/tensor_norms.h"
 #include "kernels/half.h"
 
@@ -135,10 +135,19 @@ at::Tensor norms_on_cpu(const std::vector<at::Tensor>& tensors, double norm_type
   return at::tensor(norms, at::kDouble);
 }
 
+[[maybe_unused]] const bool kCpusAreThere = [] {
+  by_device_type<DevicePasses>().set(c10::DeviceType::CPU, cpu_passes());
+  return true;
+}();
+
 }  // namespace
 
 DevicePasses cpu_passes() {
   return {[](const FlatStep&, at::Tensor&) {}, &step_on_cpu, &norms_on_cpu};
+}
+
+const DevicePasses* find_device_passes(c10::DeviceType type) {
+  return by_device_type<DevicePasses>().find(type);
 }
 
 }  // namespace pd2

@@ -1,6 +1,7 @@
 // CUDA's passes, and the current stream for their launches.
 #ifdef PD2_WITH_CUDA
 
+#include "engine/by_device_type.h"
 #include "engine/weights/grid_passes.h"
 
 #include <c10/cuda/CUDAStream.h>
@@ -14,16 +15,16 @@ GridDevice current_cuda_device() {
 }
 
 [[maybe_unused]] const bool kIsRegistered = [] {
-  register_device_passes(c10::DeviceType::CUDA,
-                         {[](const FlatStep& step, at::Tensor& table) {
-                            upload_on_grid(step, table, current_cuda_device());
-                          },
-                          [](const FlatStep& step, const at::Tensor& table) {
-                            step_on_grid(step, table, current_cuda_device());
-                          },
-                          [](const std::vector<at::Tensor>& tensors, double norm_type) {
-                            return norms_on_grid(tensors, norm_type, current_cuda_device());
-                          }});
+  by_device_type<DevicePasses>().set(
+      c10::DeviceType::CUDA, {[](const FlatStep& step, at::Tensor& table) {
+                                upload_on_grid(step, table, current_cuda_device());
+                              },
+                              [](const FlatStep& step, const at::Tensor& table) {
+                                step_on_grid(step, table, current_cuda_device());
+                              },
+                              [](const std::vector<at::Tensor>& tensors, double norm_type) {
+                                return norms_on_grid(tensors, norm_type, current_cuda_device());
+                              }});
   return true;
 }();
 

@@ -33,10 +33,9 @@ struct DevicePasses {
   at::Tensor (*norms)(const std::vector<at::Tensor>& tensors, double norm_type);
 };
 
-// The CPU's passes are there from the beginning, CUDA's where they were built. Before any optimizer
-// of that device is made, and not while another thread looks for passes.
-void register_device_passes(c10::DeviceType type, const DevicePasses& passes);
-// Null if there are none.
+DevicePasses cpu_passes();  // shared out to threads
+// The CPU's are there from the beginning, CUDA's where they were built; see by_device_type(). Null
+// if there are none.
 const DevicePasses* find_device_passes(c10::DeviceType type);
 
 }  // namespace pd2

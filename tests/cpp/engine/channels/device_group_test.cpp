@@ -1,7 +1,7 @@
 // Messages over a device's group. The meta device stands for one: its tensors have no content.
 #include "core/check.h"
-#include "engine/channels/abort_on_fault.h"
 #include "engine/channels/process_group_channel.h"
+#include "engine/process_group.h"
 #include "mailbox_group.h"
 
 #include <ATen/ops/empty.h>

@@ -1,5 +1,6 @@
 #include "engine/channels/device_ring.h"
 
+#include "engine/by_device_type.h"
 #include "engine/channels/device_memory_sharing.h"
 #include "transport/shared_memory.h"
 
@@ -77,7 +78,7 @@ class DeviceRingTest : public ::testing::Test {
   static constexpr std::uint32_t kSlots = 3;
 
   void SetUp() override {
-    register_device_memory_sharing(
+    by_device_type<DeviceMemorySharing>().set(
         c10::kCPU, {hosts::take_stream, hosts::give_back, hosts::allocate, hosts::open, hosts::pin,
                     hosts::copy, hosts::set, hosts::await});
     auto ring = DeviceRing::create(c10::kCPU, kSlots, 60);

@@ -1,7 +1,7 @@
 #include "engine/run/split_backward.h"
 
 #include "engine/gradients/grad_accumulator.h"
-#include "engine/run/input_sink.h"
+#include "engine/run/history.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/conv1d.h>

@@ -3,7 +3,7 @@
 #include "engine/weights/grid_passes.h"
 
 #include "checked_device/host_grid.h"
-#include "engine/weights/cpu_passes.h"
+#include "engine/by_device_type.h"
 #include "engine/weights/fused_optimizer.h"
 #include "engine/weights/tensor_norms.h"
 
@@ -36,17 +36,17 @@ class GridPasses : public ::testing::Test {
  protected:
   void SetUp() override {
     steps_launched = norms_launched = 0;
-    register_device_passes(at::kCPU, {[](const FlatStep& step, at::Tensor& table) {
-                                        upload_on_grid(step, table, host_grid());
-                                      },
-                                      [](const FlatStep& step, const at::Tensor& table) {
-                                        step_on_grid(step, table, host_grid());
-                                      },
-                                      [](const std::vector<at::Tensor>& tensors, double type) {
-                                        return norms_on_grid(tensors, type, host_grid());
-                                      }});
+    by_device_type<DevicePasses>().set(
+        at::kCPU,
+        {[](const FlatStep& step, at::Tensor& table) { upload_on_grid(step, table, host_grid()); },
+         [](const FlatStep& step, const at::Tensor& table) {
+           step_on_grid(step, table, host_grid());
+         },
+         [](const std::vector<at::Tensor>& tensors, double type) {
+           return norms_on_grid(tensors, type, host_grid());
+         }});
   }
-  void TearDown() override { register_device_passes(at::kCPU, cpu_passes()); }
+  void TearDown() override { by_device_type<DevicePasses>().set(at::kCPU, cpu_passes()); }
 };
 
 const std::vector<ParameterSlice> kSlices{

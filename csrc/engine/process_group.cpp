@@ -1,4 +1,4 @@
-#include "engine/release_group.h"
+#include "engine/process_group.h"
 
 #include <chrono>
 #include <future>

@@ -1,4 +1,4 @@
-// What ends a device's transfers when the pipeline fails.
+// The end of a process group.
 #pragma once
 
 #include "engine/fault.h"
@@ -8,6 +8,11 @@
 #include <exception>
 
 namespace pd2 {
+
+// Releases a reference to a group. With the last one the group ends, and gloo's waits then for
+// collectives that have begun: where another process is stopped, up to their timeout. That may
+// follow other waits for the same process, so after a moment the group is left to a thread.
+void release_group(c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 // Aborts the group when the fault is raised, if it is still there: a device that waits for a
 // transfer of which the other end is gone goes on, and with it the threads that wait for the
