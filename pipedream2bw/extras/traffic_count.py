@@ -17,7 +17,7 @@ from ..capture.captured import Captured
 from ..capture.costs import FAKE_LIMITS
 from ..capture.device_figures import DeviceFigures, Work
 from ..checks import check_whole_number
-from ..model.added_loss import LossWeight, weighing
+from ..model.added_loss import LossWeight, Weighed
 from ..model.clone import copies_of_plain_tensors, structural_clone
 from ..model.metrics import check_loss
 from ..model.storages import storage_of
@@ -181,7 +181,7 @@ class _Count:
             self._note(tensor)
         self._is_forward = True
         with (
-            weighing(LossWeight()),
+            Weighed(LossWeight()),
             options.precision.computing(self._captured.device.type),
             counter,
         ):

@@ -47,12 +47,28 @@ class LossWeight:
         return seed if self.scale == 1.0 else seed * self.scale
 
 
-@dataclasses.dataclass
 class Weighed:
-    """A part of a forward with the weight of its losses."""
+    """A part of a forward with the weight of its losses, as a context of this thread.
 
-    weight: LossWeight | None
-    has_added: bool = False  # a loss
+    No generator: every microbatch enters one, and a generator costs five times as much.
+
+    Args:
+        weight: of the microbatch's losses; None in an evaluation.
+
+    Attributes:
+        has_added: whether the part has added a loss.
+    """
+
+    def __init__(self, weight: LossWeight | None) -> None:
+        self.weight = weight
+        self.has_added = False
+
+    def __enter__(self) -> Weighed:
+        self._before, _surroundings.weighed = _surroundings.weighed, self
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        _surroundings.weighed = self._before
 
 
 class _Surroundings(threading.local):
@@ -150,14 +166,6 @@ def collect_losses() -> Iterator[list[torch.Tensor]]:
     collected: list[torch.Tensor] = []
     with attribute_set(_surroundings, "collected", collected):
         yield collected
-
-
-@contextlib.contextmanager
-def weighing(weight: LossWeight | None) -> Iterator[Weighed]:
-    """Sets the weight of losses in a microbatch's forward, in this thread; None in evaluation."""
-    weighed = Weighed(weight)
-    with attribute_set(_surroundings, "weighed", weighed):
-        yield weighed
 
 
 class _AddLoss(torch.autograd.Function):

@@ -15,6 +15,8 @@ from ..options import Options
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Precision:
     """What ``precision=`` and the options beside it of a pipeline mean for its model.
@@ -91,7 +93,7 @@ class Precision:
     def computing(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
         """Returns the autocast for a stage's forward and the loss function."""
         if self._autocast is None:
-            return contextlib.nullcontext()
+            return _NOTHING
         # All threads share the cache of cast weights, and any thread that leaves autocast empties
         # it: with the cache, bits would depend on timing.
         return torch.autocast(device_type, dtype=self._autocast, cache_enabled=False)

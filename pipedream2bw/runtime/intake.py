@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -204,15 +203,17 @@ class Intake:
         )
         if given.part is not None:
             inputs.begins = given.part.batch if given.part.begins else None
-            weight = LossWeight(
-                divisor=weights.divisor,
-                replica_weight=given.part.replica_weight,
-                num_averaged=given.part.num_averaged,
-            )
             factors: Sequence[float | None] = weights.factors or [None] * len(sizes)
-            inputs.loss_weights = [
-                dataclasses.replace(weight, factor=factor) for factor in factors[placed]
-            ]
+            weight_of = {
+                factor: LossWeight(
+                    divisor=weights.divisor,
+                    factor=factor,
+                    replica_weight=given.part.replica_weight,
+                    num_averaged=given.part.num_averaged,
+                )
+                for factor in set(factors[placed])
+            }
+            inputs.loss_weights = [weight_of[factor] for factor in factors[placed]]
         if grid.is_first(stage.index):
             inputs.values = _by_microbatch(
                 given.values, present, lambda part, of: split_values(part, given.whole, of, streams)

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..capture.saved_bytes import SavedBytes
-from ..model.added_loss import LossWeight, weighing
+from ..model.added_loss import LossWeight, Weighed
 from ..model.metrics import Metric, check_loss, measure
 from ..model.precision import Precision
 from ..model.storages import storage_of
@@ -29,7 +29,7 @@ from .stage_calls import StageCalls
 from .stage_weights import StageWeights
 from .written_buffers import Holder, WrittenBuffers
 
-_Result = TypeVar("_Result")
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,13 +273,9 @@ class StageRunner:
     ) -> _C.ForwardResult:
         """Runs one microbatch of a train_step."""
         layout, inbound = inputs.layouts[call.microbatch], call.inbound
-        with contextlib.ExitStack() as around:
-            replay = None
-            if self._again is not None:
-                replay = around.enter_context(self._again.first(layout, given.tensors()))
-            saved = self._count_saved(layout, given, inbound)
-            if saved is not None:
-                around.enter_context(saved)
+        replayed = self._again and self._again.first(layout, given.tensors())
+        saved = self._count_saved(layout, given, inbound)
+        with replayed or _NOTHING as replay, saved or _NOTHING:
             messages, loss, output = self.compute(inputs.bound, call.slot, given, inbound)
         if saved is not None:
             self.bytes_kept[layout] = saved.total
@@ -321,7 +317,7 @@ class StageRunner:
         self, bound: BoundProgram, slot: int, given: GivenMicrobatch, inbound: list[_C.Message]
     ) -> tuple[list[_C.Message], torch.Tensor | None, Any]:
         """Messages; of the last stage the loss and the model's output."""
-        with weighing(given.loss_weight) as weighed, self._precision.computing(self._device.type):
+        with Weighed(given.loss_weight) as weighed, self._precision.computing(self._device.type):
             outputs = bound.functions[slot](self._values(given, inbound))
             if self._is_last:
                 loss = check_loss(self.loss_fn(outputs[0], given.target))
@@ -341,21 +337,20 @@ class StageRunner:
         return values
 
 
-def while_alive(
-    bound_method: Callable[[_C.ForwardCall], _Result],
-) -> Callable[[_C.ForwardCall], _Result]:
-    """A runner's method for the engine, which Python's garbage collector cannot look into.
+def while_alive(bound_method: Any) -> Callable[[_C.ForwardCall], Any]:
+    """A method for the engine, which Python's garbage collector cannot look into.
 
-    If the engine held the runner, a ``loss_fn`` or a model that knows the pipeline would keep it
-    alive.
+    If the engine held the method's owner, a ``loss_fn`` or a model that knows the pipeline would
+    keep it alive.
     """
-    method = weakref.WeakMethod(bound_method)
+    # Not a WeakMethod, whose call is one in Python: every microbatch makes it.
+    reference, method = weakref.ref(bound_method.__self__), bound_method.__func__
 
-    def call_it(call: _C.ForwardCall) -> _Result:
-        alive = method()
+    def call_it(call: _C.ForwardCall) -> Any:
+        alive = reference()
         if alive is None:
             raise RuntimeError("the pipeline is gone")
-        return alive(call)
+        return method(alive, call)
 
     return call_it
 
