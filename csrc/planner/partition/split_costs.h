@@ -145,9 +145,4 @@ class SplitCosts {
   bool has_shared_ = false;  // tensors kept or parameters used by several layers
 };
 
-// The first piece of each stage of the split that split_stages() finds within these limits, in
-// bytes by stage.
-std::optional<std::vector<int>> first_pieces(const SplitCosts& costs,
-                                             const std::vector<double>& limits);
-
 }  // namespace pd2

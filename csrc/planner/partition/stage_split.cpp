@@ -425,32 +425,20 @@ std::vector<int> cheapest_split(const SplitCosts& costs, const StageRows& rows,
 
 }  // namespace
 
-std::optional<std::vector<int>> first_pieces(const SplitCosts& costs,
-                                             const std::vector<double>& limits) {
+std::optional<StageSplit> split_stages(const StageSplitProblem& problem) {
+  const SplitCosts costs(problem);
+  std::vector<double> limits;
+  for (const StageMemoryRule& rule : problem.stages) limits.push_back(rule.limit);
   const MemoryFit memory = fit_memory(costs, limits);
   if (!memory.fits()) return std::nullopt;
   const Cost low = lower_bound(costs);
   const Cost high = upper_bound(costs, memory, low);
   StageRows rows(costs, memory, low, high);
   const Cost slowest = smallest_slowest(costs, rows, high);
-  return cheapest_split(costs, rows, coverable(costs, rows, slowest));
-}
-
-std::optional<StageSplit> split_stages(const StageSplitProblem& problem) {
-  const SplitCosts costs(problem);
-  std::vector<double> limits;
-  for (const StageMemoryRule& rule : problem.stages) limits.push_back(rule.limit);
-  const std::optional<std::vector<int>> firsts = first_pieces(costs, limits);
-  if (!firsts) return std::nullopt;
-  StageSplit split;
-  Cost slowest = 0;
-  for (int k = 0; k < costs.num_stages(); ++k) {
-    const bool is_last = k + 1 == costs.num_stages();
-    const int end = is_last ? costs.num_pieces() : (*firsts)[k + 1];
-    slowest = std::max(slowest, costs.cost(k, (*firsts)[k], end));
-    split.first_layers.push_back(costs.first_layer((*firsts)[k]));
+  StageSplit split = {.first_layers = {}, .slowest = costs.seconds(slowest)};
+  for (const int piece : cheapest_split(costs, rows, coverable(costs, rows, slowest))) {
+    split.first_layers.push_back(costs.first_layer(piece));
   }
-  split.slowest = costs.seconds(slowest);
   return split;
 }
 

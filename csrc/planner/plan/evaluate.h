@@ -20,9 +20,8 @@ Start start_of(const PlanProblem& problem, const DeviceGrid& devices, double sec
 //   stages   as StageChooser says; of several splits the one whose score is best
 //   devices  the mapping's; with a measured matrix the best mapping by period_by_formula(), or the
 //            mapping's if that takes less time in the end
-//   again    where messages count splits that suit the links between the plan's devices, the best
-//            of them with devices of its own; then cuts of the best few plans are moved as long as
-//            that saves time. Not if the time by formula is twice what it must be below, or more
+//   again    cuts of the best few plans are moved as long as that saves time. Not if the time by
+//            formula is twice what it must be below, or more
 //   time     step_time(); of several replicas, each hop is as slow as the slowest one's, and with
 //            different numbers of microbatches the one counts that takes longest. Never less than
 //            Bounds::seconds()

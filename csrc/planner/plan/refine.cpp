@@ -19,6 +19,7 @@ constexpr std::size_t kMostStarts = 3;
 // A flush wastes ranks - 1 microbatches' time. In longer batches the slowest stage decides, and the
 // split by it is the best one.
 constexpr int kShortBatch = 4;  // microbatches a rank
+constexpr double kUneven = 1.01;
 
 double by_formula(const Evaluation& plan) {
   return period_by_formula(plan.candidate.shape, plan.costs);
@@ -48,7 +49,7 @@ bool waits_in_a_v(const Evaluation& plan) {
   double work = 0;
   for (const StageCosts& stage : plan.costs.stages) work += stage.work();
   const double each = seconds_per_microbatch_of_v(shape, plan.costs);
-  return each >= kUnevenRanks * work / shape.ranks;
+  return each >= kUneven * work / shape.ranks;
 }
 
 template <typename Seconds>
@@ -93,24 +94,7 @@ void Evaluator::refine(std::vector<Evaluation>& plans, const StageHolders& holde
     for (Evaluation& plan : plans) search_devices(problem_.cluster, plan);
   }
   keep_best(plans, kMostStarts, by_formula);
-  const DeviceGrid devices = plans[0].devices;
-  GridLinks links(problem_.cluster, shape, devices);
-  const bool is_message_exposed = has_exposed_message(plans[0], links);
   const bool is_exact = has_exact_formula(*shape.method);
-  std::vector<Evaluation> others;
-  if (is_message_exposed) {
-    for (const auto& firsts : chooser_.splits_for(candidate, holders, plans[0].costs.edges)) {
-      if (auto stages = chooser_.stages_of(candidate, holders, firsts)) {
-        others.push_back(placed(candidate, *std::move(stages), links));
-      }
-    }
-  }
-  keep_best(others, kMostStarts, by_formula);
-  if (is_matrix && !others.empty() &&
-      first_layers(others[0].stages) != first_layers(plans[0].stages)) {
-    search_devices(problem_.cluster, others[0]);
-  }
-  std::ranges::move(others, std::back_inserter(plans));
   if (is_exact || simulated_tries(shape) < kFewestTries) {
     std::vector<Evaluation> moved = plans;
     for (Evaluation& plan : moved) {

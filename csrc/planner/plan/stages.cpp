@@ -1,11 +1,11 @@
 #include "planner/plan/stages.h"
 
 #include "core/infinity.h"
-#include "planner/partition/boundary_split.h"
 #include "planner/partition/folded_split.h"
-#include "planner/partition/interleaved_split.h"
 
 #include <algorithm>
+#include <array>
+#include <span>
 #include <utility>
 
 namespace pd2 {
@@ -13,34 +13,8 @@ namespace {
 
 constexpr int kMostSplitsForMessages =
     3;  // to find a split that leaves its own messages their memory
-
-// Seconds of the slowest rank over the mean of all.
-double unevenness(const PipelineShape& shape, const std::vector<PlannedStage>& stages) {
-  double slowest = 0;
-  double sum = 0;
-  for (int rank = 0; rank < shape.ranks; ++rank) {
-    double seconds = 0;
-    for (const int k : shape.stages_on(rank)) {
-      seconds += stages[k].costs.work();
-    }
-    slowest = std::max(slowest, seconds);
-    sum += seconds;
-  }
-  return sum > 0 ? slowest * shape.ranks / sum : 1;
-}
-
-// Several stages share their rank's memory as they need it.
-StageSplitProblem split_problem_of_ranks(const StageDraft& draft) {
-  std::vector<StageMemoryRule> rules = draft.memory_rules();
-  for (StageMemoryRule& rule : rules) rule.limit *= draft.shape.stages_sharing_a_rank();
-  return draft.split_problem(std::move(rules));
-}
-
-std::optional<std::vector<int>> split_of_ranks(const StageDraft& draft) {
-  auto found = split_interleaved(split_problem_of_ranks(draft), draft.shape.ranks);
-  if (!found) return std::nullopt;
-  return std::move(found->split.first_layers);
-}
+// A rank's stages may differ in what they take, as long as it fits together.
+constexpr std::array kShares = {1.7, 1.4, 1.2, 1.1, 1.0};
 
 }  // namespace
 
@@ -111,12 +85,14 @@ const std::vector<int>& StageChooser::balanced_split(const StageDraft& draft) {
   return place->second;
 }
 
-// Each of a rank's several stages keeps to an equal share of its memory: of what runs again too, or
-// of `sharing_again` stages that share its memory all of it.
+// Each of a rank's several stages keeps to so many equal shares of its memory: of what runs again
+// too, or of `sharing_again` stages that share its memory all of it.
 std::optional<std::vector<int>> StageChooser::fitting_split(const StageDraft& draft,
-                                                            int sharing_again) const {
+                                                            int sharing_again,
+                                                            double shares) const {
   std::vector<StageMemoryRule> rules = draft.memory_rules();
   for (StageMemoryRule& rule : rules) {
+    rule.limit *= shares;
     if (rule.inputs > 0) rule.activations /= sharing_again;
   }
   if (!draft.may_fit(rules, 1, kInfinity)) return std::nullopt;
@@ -160,11 +136,12 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
     }
     const bool is_one_at_a_time = draft.recomputes_stages() && !draft.shape.recomputes_together();
     const int sharing = is_one_at_a_time ? draft.shape.stages_sharing_a_rank() : 1;
-    const auto shared_by = [&](int stages) {
-      add_fitting([&] { return fitting_split(draft, stages); });
-    };
-    if (found.empty()) shared_by(sharing);
-    if (found.empty() && sharing > 1) shared_by(1);
+    const bool is_alone = draft.shape.stages_sharing_a_rank() == 1;
+    for (const double share : std::span(kShares).last(is_alone ? 1 : kShares.size())) {
+      for (const int stages : {sharing, 1}) {
+        if (found.empty()) add_fitting([&] { return fitting_split(draft, stages, share); });
+      }
+    }
   }
   const double message = largest_message(draft.candidate) * draft.seconds_per_byte;
   if (may_search && !found.empty() &&
@@ -178,9 +155,12 @@ std::vector<ChosenStages> StageChooser::choose_splits(StageDraft& draft, double 
     found.back().is_fastest = !is_other || found.size() > before;
   }
   if (draft.shape.is_folded()) {
-    add_fitting([&] { return split_folded(split_problem_of_ranks(draft)); });
+    add_fitting([&] {  // where a rank's stages share its memory as they need it
+      std::vector<StageMemoryRule> rules = draft.memory_rules();
+      for (StageMemoryRule& rule : rules) rule.limit *= draft.shape.stages_sharing_a_rank();
+      return split_folded(draft.split_problem(std::move(rules)));
+    });
   }
-  if (may_balance_ranks(draft, found)) add_fitting([&] { return split_of_ranks(draft); });
   return found;
 }
 
@@ -195,13 +175,6 @@ bool StageChooser::choose_split_for_blocks(StageDraft& draft, double seconds) {
     return std::ranges::find(ways, Recompute::kNone) == ways.end();
   }
   return draft.recompute_blocks() && draft.set_memory();
-}
-
-bool StageChooser::may_balance_ranks(const StageDraft& draft,
-                                     const std::vector<ChosenStages>& found) const {
-  if (draft.shape.stages_per_rank == 1 || draft.shape.is_folded()) return false;
-  if (num_pieces() > kMostPiecesForRanks) return false;
-  return found.empty() || unevenness(draft.shape, found.front().stages) >= kUnevenRanks;
 }
 
 // Reuses what it chose last for other mappings of the same candidate, if all devices are alike. A
@@ -237,42 +210,6 @@ std::optional<ChosenStages> StageChooser::stages_of(const Candidate& candidate,
   draft.set_stages(firsts);
   if (!draft.set_memory()) return std::nullopt;
   return std::move(draft.chosen);
-}
-
-std::vector<std::vector<int>> StageChooser::splits_for(const Candidate& candidate,
-                                                       const StageHolders& holders,
-                                                       const std::vector<EdgeCosts>& edges) const {
-  const StageDraft draft = {problem_, candidate, sums_[candidate.size], holders};
-  const int n = problem_.model.num_layers();
-  const int d = draft.shape.depth();
-  std::vector<Edge> near = draft.profiled.edges;
-  std::erase_if(near, [&](const Edge& e) { return (e.consumer - e.producer - 1) * d >= n; });
-  const std::vector<std::int64_t> bytes = cut_bytes(std::move(near), n);
-  const std::vector<StageMemoryRule> rules = draft.memory_rules();
-  const int sharing = draft.shape.stages_sharing_a_rank();
-  BoundarySplitProblem split;
-  for (const int layer : positions_) {
-    const LayerCost& sum = draft.sums.before[layer];
-    const int forwards = draft.recomputes_stages() ? 2 : 1;
-    split.seconds_before.push_back(forwards * sum.forward + sum.input_grad + sum.weight_grad);
-    const bool is_cut = layer > 0 && layer < n;
-    split.bytes.push_back(is_cut ? static_cast<double>(bytes[layer - 1]) : 0);
-  }
-  split.slowness = holders.slowness;
-  split.step = draft.shape.method->is_eager() ? 2 : 1;
-  for (const EdgeCosts& edge : edges) {
-    split.latency.push_back(edge.latency);
-    split.seconds_per_byte.push_back(edge.bandwidth > 0 ? 1 / edge.bandwidth : 0);
-  }
-  split.fits = [&](int k, int first, int end) {
-    const double held = rules[k].bytes(draft.sums.of(positions_[first], positions_[end]));
-    return is_within(held, sharing * rules[k].limit);
-  };
-  std::vector<std::vector<int>> splits = split_by_boundaries(split);
-  for (std::vector<int>& firsts : splits) {
-    for (int& first : firsts) first = positions_[first];
-  }
-  return splits;
 }
 
 double StageChooser::least_memory(const Candidate& candidate, const StageHolders& holders) const {

@@ -14,7 +14,6 @@
 namespace pd2 {
 
 inline constexpr int kMostPiecesForRanks = 256;
-inline constexpr double kUnevenRanks = 1.01;
 inline constexpr double kFreeMessage = 0.01;
 
 // Chooses the stages of candidates of one problem, which must outlive it.
@@ -24,13 +23,9 @@ inline constexpr double kFreeMessage = 0.01;
 //            neighbouring ranks, on a measured matrix of all links, as any two may become
 //            neighbours). Beside it, if messages may not be as good as free, the one that is best
 //            if they are: 2bw may hide them. If a rank's stages need more than its memory: the best
-//            split of which every stage keeps to an equal share of its rank's memory, if it can of
-//            that which what runs again leaves. Where ranks have several stages, beside it the one
-//            that makes the slowest rank fast (planner/partition/interleaved_split.h), if the model
-//            can be cut into kMostPiecesForRanks pieces at most, as it takes milliseconds, and if
-//            the slowest rank of the first one takes kUnevenRanks times the mean or more. Of two
-//            pipelines beside it, above that number of pieces instead, the folded one
-//            (planner/partition/folded_split.h).
+//            split of which every stage keeps to some equal shares of its rank's memory, if it can of
+//            that which what runs again leaves. Of two pipelines and in a V beside it, above
+//            kMostPiecesForRanks pieces instead, the folded one (planner/partition/folded_split.h).
 //   blocks   to make the first of these fit, on each rank blocks are recomputed that take the least
 //            time (planner/plan/blocks.h). A split that fits without is kNone's alone.
 class StageChooser {
@@ -45,11 +40,6 @@ class StageChooser {
   // The stages of a given split, if they fit. Of a candidate that recomputes no blocks.
   std::optional<ChosenStages> stages_of(const Candidate& candidate, const StageHolders& holders,
                                         const std::vector<int>& firsts) const;
-
-  // Splits that suit these links between neighbouring stages (planner/partition/boundary_split.h).
-  // Values that layers far away read count for none of them. At most kMostPiecesForRanks pieces.
-  std::vector<std::vector<int>> splits_for(const Candidate& candidate, const StageHolders& holders,
-                                           const std::vector<EdgeCosts>& edges) const;
 
   // Whether a message that takes this long takes more than kFreeMessage of the mean stage's work.
   bool is_message_exposed(const Candidate& candidate, double seconds) const;
@@ -77,8 +67,8 @@ class StageChooser {
   void set_mean_message(StageDraft& draft);
   static SplitKey split_key(const StageDraft& draft);
   const std::vector<int>& balanced_split(const StageDraft& draft);
-  std::optional<std::vector<int>> fitting_split(const StageDraft& draft, int sharing_again) const;
-  bool may_balance_ranks(const StageDraft& draft, const std::vector<ChosenStages>& found) const;
+  std::optional<std::vector<int>> fitting_split(const StageDraft& draft, int sharing_again,
+                                                double shares) const;
   std::vector<ChosenStages> choose_splits(StageDraft& draft, double seconds);
   bool choose_split_for_blocks(StageDraft& draft, double seconds);
 
