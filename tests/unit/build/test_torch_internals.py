@@ -19,13 +19,8 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from pipedream2bw import _torch_internals
-from pipedream2bw._torch_internals import (
-    AT_IMPORT,
-    IN_HEADERS,
-    LATER,
-    OF_OBJECTS,
-    check_torch_internals,
-)
+from pipedream2bw._torch_internals import AT_IMPORT, check_torch_internals
+from tests.samples.torch_internals import IN_HEADERS, LATER, OF_OBJECTS
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "pipedream2bw"
