@@ -38,15 +38,11 @@ Exact; csrc/planner/partition/stage_split.h states rule, ties and method.
 Args:
     layers: one per layer in execution order, seconds of one microbatch.
     num_stages: how many stages there are to be.
-    can_cut: layers - 1: may a stage end after layer i.
+    can_cut: layers - 1: may a stage end after layer i; true num_stages - 1 times or more.
     values: between layers, with seconds as paid by a stage that one leaves or enters.
 
 Returns:
     The first layer of each stage.
-
-Raises:
-    ValueError: sizes that do not fit, too few allowed cuts, or an amount that is negative or not
-        finite.
 )");
 }
 

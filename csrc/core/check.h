@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <cmath>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -56,14 +55,6 @@ std::string concat(const Parts&... parts) {
                                   const std::string& message);
 
 }  // namespace detail
-
-// Throws ValueError unless the amount is finite and >= 0; its text joins the parts of `name`.
-template <typename... Name>
-void check_amount(double amount, const Name&... name) {
-  if (std::isfinite(amount) && amount >= 0) [[likely]]
-    return;
-  detail::throw_value_error(detail::concat(name..., ": ", amount, ": must be finite and >= 0"));
-}
 
 }  // namespace pd2
 

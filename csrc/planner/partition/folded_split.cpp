@@ -1,6 +1,5 @@
 #include "planner/partition/folded_split.h"
 
-#include "core/check.h"
 #include "planner/partition/split_costs.h"
 
 #include <algorithm>
@@ -85,10 +84,6 @@ class Folding {
 std::optional<std::vector<int>> split_folded(const StageSplitProblem& problem) {
   const SplitCosts costs(problem);
   const int d = costs.num_stages();
-  PD2_CHECK(d % 2 == 0, "stages: ", d,
-            ": two pipelines in opposite directions, and a V, need an even number");
-  PD2_CHECK(d <= costs.num_pieces(), "stages: ", d, ", pieces: ", costs.num_pieces(),
-            ": every stage needs one");
   const double slowest = *std::ranges::max_element(costs.slownesses());
   // A limit of all the work is enough for any rank.
   Cost high = costs.compute(slowest, 0, costs.num_pieces());

@@ -1,7 +1,5 @@
 #include "planner/partition/split_costs.h"
 
-#include "core/check.h"
-
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -12,88 +10,10 @@ namespace {
 // Keeps the sum of everything below 2^61.
 constexpr int kSumBits = 60;
 
-void check_layers(const std::vector<LayerCost>& layers) {
-  for (std::size_t i = 0; i < layers.size(); ++i) {
-    const LayerCost& layer = layers[i];
-    for (const auto& [field, amount] : kLayerCosts) {
-      check_amount(layer.*amount, "layers[", i, "].", field);
-    }
-    PD2_CHECK(layer.trained_bytes <= layer.parameter_bytes, "layers[", i,
-              "].trained_bytes: ", layer.trained_bytes,
-              ", parameter_bytes: ", layer.parameter_bytes,
-              ": trained bytes are a part of the parameters'");
-  }
-}
-
-void check_edges(const std::vector<Edge>& edges, int num_layers) {
-  for (std::size_t i = 0; i < edges.size(); ++i) {
-    const Edge& edge = edges[i];
-    for (const int layer : {edge.producer, edge.consumer}) {
-      PD2_CHECK(layer >= 0 && layer < num_layers, "edge ", i, " (", edge.producer, " -> ",
-                edge.consumer, "): layer: ", layer, ", layers: ", num_layers,
-                ": an edge joins two layers that exist");
-    }
-    PD2_CHECK(edge.producer < edge.consumer, "edge ", i, ": producer: ", edge.producer,
-              ", consumer: ", edge.consumer, ": a producer must come before its consumer");
-    PD2_CHECK(edge.bytes >= 0, "edge ", i, " (", edge.producer, " -> ", edge.consumer,
-              "): bytes: ", edge.bytes, ": bytes must be >= 0");
-  }
-}
-
-void check_values(const std::vector<Value>& values, int num_layers) {
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const Value& value = values[i];
-    for (const auto& [field, amount] : kValueCosts) {
-      check_amount(value.*amount, "values[", i, "].", field);
-    }
-    for (const int consumer : value.consumers) {
-      PD2_CHECK(0 <= value.producer && value.producer < consumer && consumer < num_layers,
-                "values[", i, "]: producer: ", value.producer, ", consumer: ", consumer,
-                ", layers: ", num_layers,
-                ": a producer comes before its consumers, and all are layers");
-    }
-  }
-}
-
-void check_stages(const std::vector<StageMemoryRule>& stages) {
-  for (std::size_t k = 0; k < stages.size(); ++k) {
-    const StageMemoryRule& rule = stages[k];
-    check_amount(rule.trained, "stages[", k, "].trained");
-    check_amount(rule.frozen, "stages[", k, "].frozen");
-    check_amount(rule.activations, "stages[", k, "].activations");
-    check_amount(rule.inputs, "stages[", k, "].inputs");
-    PD2_CHECK(rule.limit >= 0, "stages[", k, "].limit: ", rule.limit, ": bytes must be >= 0");
-    PD2_CHECK(std::isfinite(rule.slowness) && rule.slowness > 0, "stages[", k,
-              "].slowness: ", rule.slowness, ": must be finite and > 0");
-  }
-}
-
 // Turns counts by piece into where each piece's items begin.
 void count_to_begin(std::vector<int>& counts) {
   int sum = 0;
   for (int& count : counts) sum += std::exchange(count, sum);
-}
-
-void check(const StageSplitProblem& problem) {
-  const std::size_t n = problem.layers.size();
-  const std::size_t d = problem.stages.size();
-  PD2_CHECK(d >= 1, "stages: ", d, ": a pipeline needs stages >= 1");
-  PD2_CHECK(d <= n, "stages: ", d, ", layers: ", n, ": every stage needs at least one layer");
-  PD2_CHECK(n <= std::numeric_limits<int>::max() / 2, "layers: ", n, ": too many");
-  PD2_CHECK(problem.can_cut.empty() || problem.can_cut.size() == n - 1,
-            "can_cut: ", problem.can_cut.size(), ", layers: ", n,
-            ": needs layers - 1 entries, or none");
-  if (!problem.can_cut.empty()) {
-    const std::size_t allowed = std::count(problem.can_cut.begin(), problem.can_cut.end(), true);
-    PD2_CHECK(allowed >= d - 1, "stages: ", d, ", allowed cuts: ", allowed,
-              ": needs stages - 1 = ", d - 1, " allowed cuts");
-  }
-  check_layers(problem.layers);
-  check_edges(problem.edges, static_cast<int>(n));
-  check_values(problem.values, static_cast<int>(n));
-  check_stages(problem.stages);
-  check_amount(problem.seconds_per_byte, "seconds_per_byte");
-  check_amount(problem.seconds_per_value, "seconds_per_value");
 }
 
 // The values of problem.edges and problem.values. Edges of one producer with several sizes become
@@ -128,7 +48,6 @@ std::vector<Value> all_values(const StageSplitProblem& problem) {
 }  // namespace
 
 SplitCosts::SplitCosts(const StageSplitProblem& problem) : rules_(problem.stages) {
-  check(problem);
   for (const StageMemoryRule& rule : rules_) {
     const auto known = std::find(slownesses_.begin(), slownesses_.end(), rule.slowness);
     slowness_of_.push_back(static_cast<int>(known - slownesses_.begin()));

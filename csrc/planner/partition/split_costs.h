@@ -61,7 +61,6 @@ struct Messages {
 // Layers that must not be separated are one piece here: every position between pieces is a cut.
 class SplitCosts {
  public:
-  // Throws ValueError as split_stages().
   explicit SplitCosts(const StageSplitProblem& problem);
 
   int num_pieces() const { return static_cast<int>(first_layers_.size()) - 1; }

@@ -117,13 +117,12 @@ struct StageSplit {
 // looks at each once and takes O(d P / 64) steps for each of O(log P) limits. Ties take O(d P) at
 // worst, O(d P / 64) where bounds on 64 ends at a time decide.
 //
-// Throws ValueError for no stage or more than layers, fewer allowed cuts than stages - 1, sizes
-// that don't fit, edges and values of no layers or backwards, costs, bytes or factors that are
-// negative or not finite, trained_bytes > parameter_bytes, and a slowness that is not positive.
+// The problem is not checked: there must be as many allowed cuts as stages - 1, producers come
+// before their consumers, and amounts are finite and >= 0.
 std::optional<StageSplit> split_stages(const StageSplitProblem& problem);
 
 // The smallest limit, the same for all stages, with which split_stages() finds something (the
-// stages' own limits are not looked at). Throws as split_stages().
+// stages' own limits are not looked at).
 double smallest_memory_limit(const StageSplitProblem& problem);
 
 }  // namespace pd2

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <set>
 #include <utility>
 
 namespace pd2 {
@@ -25,10 +24,10 @@ void check_cost(const char* what, std::size_t index, double value) {
             ": a cost must be finite and >= 0");
 }
 
-void check_edge(const std::string& of, std::size_t index, const EdgeCosts& edge) {
-  check_cost((of + "latency").c_str(), index, edge.latency);
-  check_cost((of + "message_bytes").c_str(), index, edge.message_bytes);
-  PD2_CHECK(edge.bandwidth >= 0, of, "bandwidth[", index, "]: ", edge.bandwidth,
+void check_edge(std::size_t index, const EdgeCosts& edge) {
+  check_cost("latency", index, edge.latency);
+  check_cost("message_bytes", index, edge.message_bytes);
+  PD2_CHECK(edge.bandwidth >= 0, "bandwidth[", index, "]: ", edge.bandwidth,
             ": a bandwidth must be >= 0 (0: unlimited)");
 }
 
@@ -44,26 +43,11 @@ void check_host(const HostCosts& host) {
             ": must be >= 1 and <= ", kMostBuckets);
 }
 
-void check_costs(const Schedule& schedule, const Costs& costs) {
-  const int d = schedule.depth();
-  PD2_CHECK(costs.stages.size() == static_cast<std::size_t>(d),
-            "costs of stages: ", costs.stages.size(), ", num_stages: ", d, ": one for each stage");
-  PD2_CHECK(costs.edges.empty() || costs.edges.size() == static_cast<std::size_t>(d - 1),
-            "costs of edges: ", costs.edges.size(), ", num_stages: ", d,
-            ": one for each two neighbours, num_stages - 1, or none");
+void check_costs(const Costs& costs) {
   for (std::size_t i = 0; i < costs.stages.size(); ++i) {
     for (const auto& [name, cost] : kStageCosts) check_cost(name, i, costs.stages[i].*cost);
   }
-  for (std::size_t i = 0; i < costs.edges.size(); ++i) check_edge("", i, costs.edges[i]);
-  std::set<std::pair<int, int>> pairs;
-  for (std::size_t i = 0; i < costs.skips.size(); ++i) {
-    const auto& [from, to, edge] = costs.skips[i];
-    PD2_CHECK(from >= 0 && from + 1 < to && to < d, "skips[", i, "]: from stage ", from, " to ", to,
-              ", num_stages: ", d, ": from >= 0, to >= from + 2 and to < num_stages are needed");
-    PD2_CHECK(pairs.emplace(from, to).second, "skips[", i, "]: from stage ", from, " to ", to,
-              ": two stages have one skip at most");
-    check_edge("skips' ", i, edge);
-  }
+  for (std::size_t i = 0; i < costs.edges.size(); ++i) check_edge(i, costs.edges[i]);
   if (costs.host) check_host(*costs.host);
 }
 
@@ -423,9 +407,7 @@ double second_batch(const Schedule& schedule, const Costs& costs) {
 
 Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches) {
   check_form(schedule);
-  check_costs(schedule, costs);
-  PD2_CHECK(num_batches >= 1, "num_batches: ", num_batches, ": a run needs num_batches >= 1");
-
+  check_costs(costs);
   Simulation result;
   result.timeline = Execution(schedule, costs, num_batches).run();
   const int behind = most_batches_behind(schedule);

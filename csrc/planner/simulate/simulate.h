@@ -145,9 +145,10 @@ struct Simulation {
 //   step   when the bucket's gradients are on the host and the weights of the step before have left
 //   up     when all gradients of the stage are down: weights may take their place
 //
-// The schedule must be legal, see validate(): only its rules 1 to 3 are checked here. Throws
-// ScheduleError for those, Deadlock if ranks wait for each other (the text says what each one waits
-// for), and ValueError for sizes that don't fit and costs that are negative or not finite.
+// The schedule must be legal, see validate(): only its rules 1 to 3 are checked here, and that
+// costs of stages, edges and the host are finite and >= 0; not that there are as many as the
+// schedule has stages, nor skips. Throws ScheduleError or ValueError for these, and Deadlock if
+// ranks wait for each other: the text says what each one waits for.
 Simulation simulate(const Schedule& schedule, const Costs& costs, int num_batches);
 
 // About the period of a schedule that flushes, from its second batch alone and without checking

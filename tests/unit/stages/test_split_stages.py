@@ -55,15 +55,6 @@ def test_the_slowest_stage_is_as_fast_as_in_any_split(model: Model, data: st.Dat
     assert slowest(tuple(found)) == min(map(slowest, splits))
 
 
-def test_nonsense_names_the_rule_and_the_values() -> None:
-    layers = [_C.LayerCost(forward=1)] * 2
-    with pytest.raises(ValueError, match=r"stages: 3, layers: 2: every stage needs at least one"):
-        _C.split_stages(layers, 3, [True], [])
-    backwards = _C.Value(producer=1, consumers=[0])
-    with pytest.raises(ValueError, match=r"producer: 1, consumer: 0"):
-        _C.split_stages(layers, 1, [True], [backwards])
-
-
 def test_fields_are_given_by_name_and_have_defaults() -> None:
     cost = _C.LayerCost(forward=2)
     assert (cost.forward, cost.input_grad, cost.trained_bytes) == (2, 0, 0)

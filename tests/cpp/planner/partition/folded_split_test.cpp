@@ -2,7 +2,6 @@
 
 #include "core/infinity.h"
 #include "made_splits.h"
-#include "raises.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +9,6 @@ namespace pd2 {
 namespace {
 
 using testing::AllStages;
-using testing::value_error;
 
 struct Ranks {
   double slowest = 0;  // compute
@@ -105,14 +103,6 @@ TEST(FoldedSplit, SmallLayersAreSharedOutEvenly) {
   };
   for (int r = 0; r < 32; ++r) slowest = std::max(slowest, seconds_of(r) + seconds_of(63 - r));
   EXPECT_LT(slowest, 1.01 * total / 32);
-}
-
-TEST(FoldedSplit, BadProblemsAreNamed) {
-  StageSplitProblem problem;
-  problem.layers.resize(4);
-  problem.stages.resize(3);
-  EXPECT_EQ(value_error([&] { split_folded(problem); }),
-            "stages: 3: two pipelines in opposite directions, and a V, need an even number");
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 #include "core/infinity.h"
 #include "made_splits.h"
 #include "planner/partition/split_costs.h"
-#include "raises.h"
 #include "sanitized.h"
 
 #include <gtest/gtest.h>
@@ -22,7 +21,6 @@ using testing::AllStages;
 using testing::for_each_split;
 using testing::for_each_stage;
 using testing::random_problem;
-using testing::value_error;
 
 struct Tried {
   std::optional<std::vector<int>> best;
@@ -102,10 +100,7 @@ TEST(StageSplit, EqualsEnumerationIncludingTiesAndKeepsTheMemory) {
   for (int round = 0; round < 2500; ++round) {
     const StageSplitProblem problem = random_problem(random, 12, 12);
     const Tried tried = try_all(problem);
-    if (tried.smallest_limit == kInfinity) {  // fewer cuts than stages
-      EXPECT_THROW(split_stages(problem), ValueError);
-      continue;
-    }
+    if (tried.smallest_limit == kInfinity) continue;  // fewer cuts than stages
     ASSERT_EQ(smallest_memory_limit(problem), tried.smallest_limit) << "round " << round;
     const std::optional<StageSplit> split = split_stages(problem);
     ASSERT_EQ(split.has_value(), tried.best.has_value()) << "round " << round;
@@ -332,63 +327,6 @@ INSTANTIATE_TEST_SUITE_P(
                       LargeModel{.name = "OneHugeOfEqual", .equal = true, .largest = 1e5},
                       LargeModel{.name = "Limited", .skips = true, .limited = true}),
     [](const auto& info) { return info.param.name; });
-
-TEST(StageSplit, BadArgumentsNameTheRuleAndTheValues) {
-  const auto error = [](auto&& spoil) {
-    StageSplitProblem problem = chain({1, 2, 3}, {1, 1}, 2);
-    spoil(problem);
-    const std::string message = value_error([&] { split_stages(problem); });
-    EXPECT_EQ(value_error([&] { smallest_memory_limit(problem); }), message);
-    return message;
-  };
-  using Problem = StageSplitProblem;
-  EXPECT_EQ(error([](Problem& p) { p.stages.resize(5); }),
-            "stages: 5, layers: 3: every stage needs at least one layer");
-  EXPECT_EQ(error([](Problem& p) { p.stages.clear(); }), "stages: 0: a pipeline needs stages >= 1");
-  EXPECT_EQ(error([](Problem& p) {
-              p.can_cut = {false, false};
-            }),
-            "stages: 2, allowed cuts: 0: needs stages - 1 = 1 allowed cuts");
-  EXPECT_EQ(error([](Problem& p) { p.can_cut = {true}; }),
-            "can_cut: 1, layers: 3: needs layers - 1 entries, or none");
-  EXPECT_EQ(error([](Problem& p) { p.layers[1].forward = -2; }),
-            "layers[1].forward: -2: must be finite and >= 0");
-  EXPECT_EQ(error([](Problem& p) { p.layers[2].activation_bytes = std::nan(""); }),
-            "layers[2].activation_bytes: nan: must be finite and >= 0");
-  EXPECT_EQ(error([](Problem& p) { p.layers[2].trained_bytes = 1; }),
-            "layers[2].trained_bytes: 1, parameter_bytes: 0: trained bytes are a part of the "
-            "parameters'");
-  EXPECT_EQ(error([](Problem& p) {
-              p.edges = {{1, 3, 8}};
-            }),
-            "edge 0 (1 -> 3): layer: 3, layers: 3: an edge joins two layers that exist");
-  EXPECT_EQ(error([](Problem& p) {
-              p.values[0].consumers = {1, 0};
-            }),
-            "values[0]: producer: 0, consumer: 0, layers: 3: a producer comes before its "
-            "consumers, and all are layers");
-  EXPECT_EQ(error([](Problem& p) { p.values[1].seconds = kInfinity; }),
-            "values[1].seconds: inf: must be finite and >= 0");
-  EXPECT_EQ(error([](Problem& p) { p.stages[1].inputs = -1; }),
-            "stages[1].inputs: -1: must be finite and >= 0");
-  EXPECT_EQ(error([](Problem& p) { p.stages[1].limit = -1; }),
-            "stages[1].limit: -1: bytes must be >= 0");
-  EXPECT_EQ(error([](Problem& p) { p.stages[0].slowness = 0; }),
-            "stages[0].slowness: 0: must be finite and > 0");
-  EXPECT_EQ(error([](Problem& p) { p.seconds_per_byte = -1; }),
-            "seconds_per_byte: -1: must be finite and >= 0");
-
-  const auto error_with_edge = [&](Edge edge) {
-    return error([&](Problem& p) { p.edges = {{0, 1, 1}, edge}; });
-  };
-  EXPECT_EQ(error_with_edge({-1, 2, 8}),
-            "edge 1 (-1 -> 2): layer: -1, layers: 3: an edge joins two layers that exist");
-  EXPECT_EQ(error_with_edge({2, 1, 8}),
-            "edge 1: producer: 2, consumer: 1: a producer must come before its consumer");
-  EXPECT_EQ(error_with_edge({1, 1, 8}),
-            "edge 1: producer: 1, consumer: 1: a producer must come before its consumer");
-  EXPECT_EQ(error_with_edge({0, 2, -8}), "edge 1 (0 -> 2): bytes: -8: bytes must be >= 0");
-}
 
 }  // namespace
 }  // namespace pd2

@@ -367,11 +367,6 @@ TEST(SimulateTimeline, BadCostsNameTheRuleAndTheValues) {
     return value_error([&] { simulate(schedule, costs, 1); });
   };
   EXPECT_EQ(refusal([](Costs&) {}), "");
-  EXPECT_EQ(refusal([](Costs& costs) { costs.stages.resize(2); }),
-            "costs of stages: 2, num_stages: 3: one for each stage");
-  EXPECT_EQ(
-      refusal([](Costs& costs) { costs.edges.resize(3); }),
-      "costs of edges: 3, num_stages: 3: one for each two neighbours, num_stages - 1, or none");
   EXPECT_EQ(refusal([](Costs& costs) { costs.edges.clear(); }), "");
   const double nan = std::nan("");
   const std::string rule = ": a cost must be finite and >= 0";
@@ -381,27 +376,8 @@ TEST(SimulateTimeline, BadCostsNameTheRuleAndTheValues) {
             "latency[1]: -0.5" + rule);
   EXPECT_EQ(refusal([](Costs& costs) { costs.edges[0].bandwidth = -3; }),
             "bandwidth[0]: -3: a bandwidth must be >= 0 (0: unlimited)");
-  EXPECT_EQ(refusal([](Costs& costs) { costs.skips = {{0, 2, {}}}; }), "");
-  for (const auto& [from, to] : {std::pair(0, 1), {2, 0}, {-1, 2}, {1, 3}}) {
-    EXPECT_EQ(refusal([&](Costs& costs) {
-                costs.skips = {{from, to, {}}};
-              }),
-              detail::concat("skips[0]: from stage ", from, " to ", to,
-                             ", num_stages: 3: from >= 0, "
-                             "to >= from + 2 and to < num_stages are needed"));
-  }
-  EXPECT_EQ(refusal([](Costs& costs) {
-              costs.skips.assign(2, {0, 2, {}});
-            }),
-            "skips[1]: from stage 0 to 2: two stages have one skip at most");
-  EXPECT_EQ(refusal([](Costs& costs) {
-              costs.skips = {{0, 2, {.latency = -1}}};
-            }),
-            "skips' latency[0]: -1" + rule);
   Costs costs;
   costs.stages.resize(3);
-  EXPECT_EQ(value_error([&] { simulate(schedule, costs, 0); }),
-            "num_batches: 0: a run needs num_batches >= 1");
   Schedule misplaced = schedule;
   misplaced.ranks[0].steady[0].stage = 7;
   const std::string text = value_error([&] { simulate(misplaced, costs, 1); });
