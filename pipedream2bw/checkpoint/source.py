@@ -16,7 +16,7 @@ from .encoding import decode
 from .folder import INDEX, Folder
 from .manifest import read_manifest, weights_index
 from .snapshot import MODEL, OPTIMIZER, RANK, buffer_prefix
-from .tensor_file import Entry, read_header, read_tensor
+from .tensor_file import OTHER_SUM, Entry, read_header, read_tensor
 
 EXTRA_STATE = "_extra_state"
 """The last part of the names under which a ``state_dict`` has what ``get_extra_state`` gave."""
@@ -26,9 +26,6 @@ _MISSING = (FileNotFoundError, IsADirectoryError)
 
 _HEADER_BYTES = 2**18
 """What is fetched of a file in an object store to read its header; every rank reads all headers."""
-
-
-_OTHER_SUM = "its sum is another than when it was written"
 
 
 class Source:
@@ -77,11 +74,7 @@ class Source:
     def _header(self, file_name: str) -> dict[str, Entry]:
         if file_name not in self._headers:
             with self.folder.open(self.name, file_name, ahead=_HEADER_BYTES) as file:
-                saved = self.manifest.files[file_name]
-                entries, header_sum = read_header(file, saved.size)
-            if header_sum != saved.header_sum:
-                raise ValueError(f"the header: {_OTHER_SUM}")
-            self._headers[file_name] = entries
+                self._headers[file_name] = read_header(file, self.manifest.files[file_name])
         return self._headers[file_name]
 
     def places(self, kind: str, ranks: Collection[int] | None = None) -> dict[str, str]:
@@ -117,7 +110,7 @@ class Source:
                 for name in (n for n, place in places.items() if place == file_name):
                     tensor, crc = read_tensor(file, self.entry(name, file_name))
                     if crc != self.manifest.files[file_name].tensors[name]:
-                        raise ValueError(f"{name}: {_OTHER_SUM}")
+                        raise ValueError(f"{name}: {OTHER_SUM}")
                     yield name, tensor
 
     def weights(self) -> Checkpoint:

@@ -6,10 +6,7 @@ again, is read as the same.
 
 from __future__ import annotations
 
-import io
 import json
-import math
-import operator
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +18,6 @@ import torch
 import pipedream2bw as pd2
 from pipedream2bw.checkpoint.encoding import decode, encode
 from pipedream2bw.checkpoint.manifest import Manifest, of_bytes, read_manifest, to_bytes
-from pipedream2bw.checkpoint.tensor_file import read_header, read_tensor, write_tensors
 from pipedream2bw.json_document import Document, parse_document
 from pipedream2bw.schedules.load import fingerprint, load_schedule
 
@@ -109,52 +105,6 @@ def _read_state(document: Any) -> None:
     assert encode(decode(again, tensors), "t", {}) == again
 
 
-def _make_safetensors(random: Random, corpus: list[bytes]) -> bytes:
-    data = random.choice(corpus)
-    length = int.from_bytes(data[:8], "little")
-    body = data[8 + length :]
-    if random.random() < 0.8:
-        header = json.loads(data[8 : 8 + length])
-        for _ in range(_often(random)):
-            header = change_tree(random, header)
-        if random.random() < 0.6:
-            body = bytes(_lay_out(header))
-        text = to_text(random, header)
-        data = len(text).to_bytes(8, "little") + text + body
-    if random.random() < 0.3:
-        data = change_bytes(random, data)
-    return data
-
-
-def _lay_out(header: Any) -> int:
-    """Makes the tensors' places fit their shapes, where these are any; gives the bytes' number."""
-    place = 0
-    for entry in header.values() if isinstance(header, dict) else ():
-        try:
-            count = math.prod(operator.index(length) for length in entry["shape"])
-            size = count * {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1}[entry["dtype"]]
-            if 0 <= size < 10_000 and type(size) is int:
-                entry["data_offsets"] = [place, place + size]
-                place += size
-        except (KeyError, TypeError, OverflowError):
-            continue
-    return place
-
-
-def _read_safetensors(data: bytes) -> None:
-    entries, _ = read_header(io.BytesIO(data), len(data))
-    tensors = {name: read_tensor(io.BytesIO(data), entry)[0] for name, entry in entries.items()}
-    file = io.BytesIO()
-    write_tensors(file, tensors)
-    written = file.getvalue()
-    again, _ = read_header(io.BytesIO(written), len(written))
-    shapes = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-    assert {name: (entry.dtype, entry.shape) for name, entry in again.items()} == shapes
-    for name, entry in again.items():
-        old = entries[name]
-        assert written[entry.begin : entry.end] == data[old.begin : old.end]
-
-
 def _make_schedule(random: Random, corpus: list[bytes]) -> bytes:
     text = random.choice(corpus)
     for _ in range(_often(random)):
@@ -173,7 +123,6 @@ def _read_schedule(data: bytes) -> None:
 
 FORMATS = {
     "manifest": Format(_make_manifest, _read_manifest),
-    "safetensors": Format(_make_safetensors, _read_safetensors),
     "schedule": Format(_make_schedule, _read_schedule),
     "plan": Format(_make_document, _read_document(pd2.Plan)),
     "profile": Format(_make_document, _read_document(pd2.Profile)),
