@@ -14,8 +14,10 @@ import itertools
 import json
 import math
 import os
+import re
 import types
 import typing
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
@@ -163,6 +165,19 @@ def parse_document(text: bytes, kind: str, version: int) -> Field:
     return Field(document)
 
 
+_SUM = re.compile(rb'\{"sum": "([0-9a-f]{8})",')
+
+
+def check_sum(text: bytes) -> None:
+    """Raises ValueError unless a document's text begins with the sum (CRC-32) of what follows."""
+    begin = _SUM.match(text)
+    if begin is None or zlib.crc32(text[begin.end() :]) != int(begin[1], 16):
+        raise ValueError(
+            f"{len(text)} bytes that do not have the sum they begin with: they were changed, or "
+            "damaged, after they were written"
+        )
+
+
 def parse_json(text: bytes) -> Any:
     """The value in JSON's text, which says one thing: no name is twice in an object.
 
@@ -228,6 +243,8 @@ class Document:
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int]
+    HAS_SUM: ClassVar[bool] = False
+    """Whether the text begins with the sum of what follows: then a changed file is refused."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON."""
@@ -237,20 +254,30 @@ class Document:
         """What :meth:`save` writes."""
         fields = _without_infinity(dataclasses.asdict(self))  # type: ignore[call-overload]
         document = {"format": self.FORMAT, "version": self.VERSION, **fields}
-        return f"{json.dumps(document, indent=1, allow_nan=False)}\n"
+        text = f"{json.dumps(document, indent=1, allow_nan=False)}\n"
+        if not self.HAS_SUM:
+            return text
+        rest = text.removeprefix("{")
+        return f'{{"sum": "{zlib.crc32(rest.encode()):08x}",{rest}'
 
     @classmethod
     def load(cls: type[_Document], path: str | os.PathLike[str]) -> _Document:
         """Reads what :meth:`save` wrote, on any machine.
 
         Raises:
-            ValueError: the file is not JSON, or of another format or version; or a field is
+            ValueError: the file is not JSON, or of another format or version; it has a sum and was
+                changed; or a field is
                 missing, unknown, of another type, or does not fit the others: names it, its value
                 and the rule.
             OSError: the file cannot be read.
         """
         try:
-            return read_document(path, cls.FORMAT, cls.VERSION).read(cls)
+            text = Path(path).read_bytes()
+            document = parse_document(text, cls.FORMAT, cls.VERSION)
+            if cls.HAS_SUM:
+                check_sum(text)
+                del document.value["sum"]
+            return document.read(cls)
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
 

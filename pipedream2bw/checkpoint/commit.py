@@ -20,7 +20,7 @@ import re
 from typing import NamedTuple
 
 from .folder import INDEX, MANIFEST, Folder, step_of
-from .manifest import Manifest, read_manifest, to_bytes, weights_index
+from .manifest import Manifest, read_manifest, weights_index
 from .source import Source
 
 log = logging.getLogger("pipedream2bw")
@@ -139,7 +139,7 @@ def commit(folder: Folder, name: str, manifest: Manifest) -> None:
     if gone := sorted(manifest.files.keys() - names):
         raise OSError(f"{name}: {gone[0]} is gone, which this save has written")
     whole = dataclasses.replace(manifest, saved_before=number)
-    folder.write(name, MANIFEST, data=to_bytes(whole))
+    folder.write(name, MANIFEST, data=whole.to_json().encode())
     folder.sync(name)
     folder.sync()
     with contextlib.suppress(OSError):  # it is whole

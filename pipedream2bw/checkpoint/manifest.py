@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..errors import DamagedCheckpoint
-from ..json_document import Document, parse_document
+from ..json_document import Document, check_sum, parse_document
 from .folder import MANIFEST, Folder, step_of
 from .tensor_file import SavedFile
 
@@ -71,6 +70,7 @@ class Manifest(Document):
 
     FORMAT: ClassVar[str] = "pipedream2bw checkpoint"
     VERSION: ClassVar[int] = 1
+    HAS_SUM: ClassVar[bool] = True
 
     nonce: str
     batch: int
@@ -103,16 +103,6 @@ def weights_index(files: Mapping[str, SavedFile]) -> bytes:
     return json.dumps(index, indent=1).encode()
 
 
-_SUM = re.compile(rb'\{"sum": "([0-9a-f]{8})",')
-"""How the file begins: with the sum (CRC-32) of what follows."""
-
-
-def to_bytes(manifest: Manifest) -> bytes:
-    """What the file holds."""
-    rest = manifest.to_json().removeprefix("{").encode()
-    return f'{{"sum": "{zlib.crc32(rest):08x}",'.encode() + rest
-
-
 def of_bytes(text: bytes) -> Manifest:
     """The manifest in a file.
 
@@ -120,11 +110,12 @@ def of_bytes(text: bytes) -> Manifest:
         DamagedCheckpoint: it is not what was written.
         ValueError: it is of another version.
     """
-    begin = _SUM.match(text)
-    if begin is None or zlib.crc32(text[begin.end() :]) != int(begin[1], 16):
-        raise DamagedCheckpoint(f"{len(text)} bytes that do not have the sum they begin with")
-    rest = b"{" + text[begin.end() :]
-    document = parse_document(rest, Manifest.FORMAT, Manifest.VERSION)
+    try:
+        check_sum(text)
+    except ValueError as error:
+        raise DamagedCheckpoint(str(error)) from error
+    document = parse_document(text, Manifest.FORMAT, Manifest.VERSION)
+    del document.value["sum"]
     document.value.setdefault("saved_before", 0)
     return document.read(Manifest)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import sys
 from collections.abc import Sequence
 
 from ... import _C, svg
-from ...checks import check_microbatches_of_replicas, check_number, check_whole_number
 from ...colours import MEMORY_COLOURS, TIME_COLOURS
 from ...json_document import Document
 from ...units import format_bytes, format_seconds
@@ -17,19 +15,11 @@ from ...units import format_bytes, format_seconds
 RECOMPUTE = ("none", "stages", "blocks")
 """What of the forwards may run again: nothing, all of each stage, or some blocks."""
 
-MOST_ALTERNATIVES = 5
 MOST_MICROBATCHES = 10**8
 """The most of a batch: a schedule has some actions for each of them on every stage."""
 
-_MOST = {
-    "width": 2**31 - 1,
-    "num_stages": 10**6,
-    "stages_per_rank": 10**6,
-    "microbatch_rows": 2**31 - 1,
-}
 _MOST_LISTED = 8  # numbers of microbatches, in words
 _MOST_DEVICES = 4  # that are named
-_ROUNDING = 1e-6  # of sums that a file keeps beside their parts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,18 +77,6 @@ class StagePlan:
     peak_bytes: float
     memory_limit: float
     recomputed: bool | tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.type == "float":
-                least = None if field.name == "memory_limit" else 0
-                check_number(field.name, getattr(self, field.name), at_least=least, below=math.inf)
-        if not 0 <= self.layers[0] < self.layers[1]:
-            raise ValueError(f"layers: {self.layers}, a stage needs 0 <= first < end")
-        if not self.devices or min(self.devices) < 0 or len({*self.devices}) < len(self.devices):
-            raise ValueError(f"devices: {self.devices}, they must be different numbers >= 0")
-        check_whole_number("num_versions", self.num_versions)
-        check_whole_number("most_in_flight", self.most_in_flight)
 
 
 def held_always(stage: StagePlan) -> float:
@@ -168,25 +146,6 @@ class PlanOutline:
     price_per_hour: float
     peak_bytes: float
 
-    def __post_init__(self) -> None:
-        for name, most in _MOST.items():
-            check_whole_number(name, getattr(self, name), at_most=most)
-        numbers = self.num_microbatches
-        if isinstance(numbers, tuple):
-            check_microbatches_of_replicas(numbers, self.width)
-        for number in sorted({*numbers} if isinstance(numbers, tuple) else {numbers}):
-            check_whole_number("num_microbatches", number, at_most=MOST_MICROBATCHES)
-            if self.stages_per_rank * number >= 2**31:
-                raise ValueError(
-                    f"stages_per_rank: {self.stages_per_rank}, num_microbatches: {number}: their "
-                    f"product must be below {2**31}"
-                )
-            self._shape(number)  # raises ValueError where the schedule has no such sizes
-        for name in ("seconds_per_batch", "rows_per_second"):
-            check_number(name, getattr(self, name), below=math.inf)
-        for name in ("price_per_hour", "peak_bytes"):
-            check_number(name, getattr(self, name), at_least=0, below=math.inf)
-
     @property
     def most_microbatches(self) -> int:
         """Microbatches of the replica that has the most."""
@@ -213,18 +172,9 @@ class PlanOutline:
         """What the schedule has on its stages and ranks; it is not made, since it may be long.
 
         Of several numbers of microbatches the largest counts.
-
-        Raises:
-            ValueError: the planner does not know the schedule, or the schedule has no such sizes.
         """
-        return self._shape(self.most_microbatches)
-
-    def _shape(self, num_microbatches: int) -> _C.PlannedShape:
-        known = _C.planned_schedules()
-        if self.schedule not in known:
-            raise ValueError(f'schedule: "{self.schedule}", plans have one of {", ".join(known)}')
         return _C.planned_shape(
-            self.schedule, self.num_stages, num_microbatches, self.stages_per_rank
+            self.schedule, self.num_stages, self.most_microbatches, self.stages_per_rank
         )
 
 
@@ -239,11 +189,6 @@ class Alternative(PlanOutline):
 
     recompute: str
     lost_by: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute: {self.recompute!r}, known: 'none', 'stages', 'blocks'")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,6 +214,7 @@ class Plan(PlanOutline, Document):
 
     FORMAT = "pipedream2bw.plan"
     VERSION = 1
+    HAS_SUM = True
 
     batch: int
     stages: tuple[StagePlan, ...]
@@ -280,29 +226,6 @@ class Plan(PlanOutline, Document):
     bound_by: str
     alternatives: tuple[Alternative, ...]
     profile_fingerprint: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rows = self.microbatch_rows * self.total_microbatches
-        if self.batch != rows:
-            raise ValueError(
-                f"batch: {self.batch}, width: {self.width}, microbatch_rows: "
-                f"{self.microbatch_rows}, num_microbatches: {self.microbatches_in_words}: together "
-                f"they are {rows} rows"
-            )
-        predicted = self.batch / self.seconds_per_batch
-        if not abs(self.rows_per_second - predicted) <= 1e-6 * predicted:
-            raise ValueError(
-                f"rows_per_second: {self.rows_per_second}, batch / seconds_per_batch: {predicted}: "
-                "they must be equal"
-            )
-        if not 0 <= self.bubble <= 1:
-            raise ValueError(f"bubble: {self.bubble}, it must be a share, 0 to 1")
-        if self.gradient_dtype not in (None, "bfloat16"):
-            raise ValueError(f"gradient_dtype: {self.gradient_dtype!r}, known: 'bfloat16', null")
-        for name in ("start_hour", "total_price"):
-            check_number(name, getattr(self, name), at_least=0, below=math.inf)
-        _check_parts(self)
 
     @property
     def num_devices(self) -> int:
@@ -364,136 +287,6 @@ class Plan(PlanOutline, Document):
             svg.bars(memory, MEMORY_COLOURS),
             svg.note(f"Bound by: {self.bound_by}"),
         )
-
-
-def _check_parts(plan: Plan) -> None:
-    """Raises ValueError that names a field, its value and what it must agree with."""
-    if re.fullmatch("[0-9a-f]{64}", plan.profile_fingerprint) is None:
-        raise ValueError(
-            f"profile_fingerprint: {plan.profile_fingerprint!r}, it must be 64 hexadecimal digits"
-        )
-    if len(plan.alternatives) > MOST_ALTERNATIVES:
-        raise ValueError(
-            f"alternatives: {len(plan.alternatives)}, there are at most {MOST_ALTERNATIVES}"
-        )
-    if len(plan.stages) != plan.num_stages:
-        raise ValueError(f"stages: {len(plan.stages)}, num_stages: {plan.num_stages}: one for each")
-    _check_layers(plan)
-    shape = plan.shape
-    _check_devices(plan, shape)
-    counts = zip(shape.most_in_flight, shape.most_recomputed, strict=True)
-    for index, (stage, (in_flight, recomputed)) in enumerate(zip(plan.stages, counts, strict=True)):
-        known = {"num_versions": shape.num_versions, "most_in_flight": in_flight}
-        _check_stage(f"stages[{index}]", stage, plan.schedule, known, recomputed)
-    _check_peaks(plan, shape)
-
-
-def _check_layers(plan: Plan) -> None:
-    end = 0
-    begun: dict[str, int] = {}
-    again: dict[str, int] = {}
-    whole = {isinstance(stage.recomputed, bool) for stage in plan.stages}
-    for index, stage in enumerate(plan.stages):
-        where = f"stages[{index}]"
-        if stage.layers[0] != end:
-            raise ValueError(
-                f"{where}.layers: {stage.layers}, the stage before ends at {end}: it must "
-                "begin there"
-            )
-        end = stage.layers[1]
-        if (stage.begins_at == "") != (index == 0):
-            raise ValueError(
-                f"{where}.begins_at: {stage.begins_at!r}, it must be the name of a layer, "
-                "and '' for stage 0 alone"
-            )
-        if (other := begun.setdefault(stage.begins_at, index)) != index:
-            raise ValueError(
-                f"{where}.begins_at: {stage.begins_at!r}, stages[{other}] begins there: every "
-                "stage has a first layer of its own"
-            )
-        for name in stage.recomputed if isinstance(stage.recomputed, tuple) else ():
-            if name in again:
-                raise ValueError(
-                    f"{where}.recomputed: {name!r}, which stages[{again[name]}].recomputed has: "
-                    "every block lies within one stage"
-                )
-            again[name] = index
-        if len(whole) > 1:
-            raise ValueError(
-                f"{where}.recomputed: {stage.recomputed!r}, all stages must have true or "
-                "false, or all have names"
-            )
-
-
-def _check_devices(plan: Plan, shape: _C.PlannedShape) -> None:
-    held_by: dict[int, int] = {}
-    ranks = {stage: rank for rank, stages in enumerate(shape.stages_of_ranks) for stage in stages}
-    for index, stage in enumerate(plan.stages):
-        where = f"stages[{index}]"
-        if len(stage.devices) != plan.width:
-            raise ValueError(
-                f"{where}.devices: {len(stage.devices)}, width: {plan.width}: one for each replica"
-            )
-        for device in stage.devices:
-            if held_by.setdefault(device, ranks[index]) != ranks[index]:
-                raise ValueError(
-                    f"{where}.devices: device {device} has stages of rank {held_by[device]}, "
-                    f"{where} is on rank {ranks[index]}: it must have one rank's"
-                )
-
-
-def _check_stage(
-    where: str, stage: StagePlan, schedule: str, known: dict[str, int], most_recomputed: int
-) -> None:
-    """Raises ValueError unless the stage has the schedule's counts and its peak is their sum.
-
-    A plan whose schedule's name was exchanged has other counts.
-    """
-    for name, count in known.items():
-        if (given := getattr(stage, name)) != count:
-            raise ValueError(f"{where}.{name}: {given}, with the schedule {schedule}: {count}")
-    for name, excluded in (
-        ("recompute", not stage.recomputed),
-        ("input_bytes", stage.recomputed is not True),
-    ):
-        if excluded and (given := getattr(stage, name)) != 0:
-            raise ValueError(
-                f"{where}.{name}: {given}, recomputed: {stage.recomputed!r}: it must be 0"
-            )
-    parts = held_always(stage) + held_in_flight(stage)
-    if stage.recomputed is True:
-        parts += most_recomputed * stage.activation_bytes
-    # Of blocks it is not kept what the largest of them takes when it runs again.
-    if not _is_near(stage.peak_bytes, parts) and not (
-        isinstance(stage.recomputed, tuple) and stage.recomputed and stage.peak_bytes > parts
-    ):
-        raise ValueError(
-            f"{where}.peak_bytes: {stage.peak_bytes}, all of its weights, gradients, state, "
-            f"activations and messages together: {parts}: they must be equal"
-        )
-
-
-def _check_peaks(plan: Plan, shape: _C.PlannedShape) -> None:
-    most = 0.0
-    for rank, stages in enumerate(shape.stages_of_ranks):
-        size = sum(bytes_of_rank(plan, stages).values())
-        most = max(most, size)
-        for stage in stages:
-            limit = plan.stages[stage % plan.num_stages].memory_limit
-            if size > limit * (1 + _ROUNDING):
-                raise ValueError(
-                    f"stages[{stage % plan.num_stages}].memory_limit: {limit}, peak of rank "
-                    f"{rank}, which holds it: {size}: it must fit"
-                )
-    if not _is_near(plan.peak_bytes, most):
-        raise ValueError(
-            f"peak_bytes: {plan.peak_bytes}, of the device that holds the most: {most}: they must "
-            "be equal"
-        )
-
-
-def _is_near(value: float, other: float) -> bool:
-    return abs(value - other) <= _ROUNDING * max(value, other)
 
 
 MEMORY_KINDS = ("weights", "gradients", "optimizer state", "activations", "messages")

@@ -29,7 +29,7 @@ from pipedream2bw.checkpoint.commit import (
     steps_in,
 )
 from pipedream2bw.checkpoint.folder import INDEX, MANIFEST, Folder, name_of
-from pipedream2bw.checkpoint.manifest import of_bytes, read_manifest, to_bytes
+from pipedream2bw.checkpoint.manifest import of_bytes, read_manifest
 from pipedream2bw.checkpoint.source import damage_of
 from tests.fuzz.formats import corpus_of
 from tests.unit.checkpoint.conftest import manifest_of
@@ -71,7 +71,7 @@ def test_only_what_is_committed_is_there_newest_first(folder: Folder) -> None:
 def test_a_manifest_that_was_not_written_to_its_end_makes_no_checkpoint(folder: Folder) -> None:
     put(folder, 3)
     name = put(folder, 4, ends=False)
-    whole = to_bytes(manifest_of(4))
+    whole = manifest_of(4).to_json().encode()
     for size in (0, 1, len(whole) // 2, len(whole) - 2):
         folder.write(name, MANIFEST, data=whole[:size])
         assert steps_in(folder) == [3], size
@@ -107,7 +107,7 @@ def test_of_two_checkpoints_of_one_step_that_counts_which_became_whole_last(
 def test_checkpoints_of_earlier_versions_count_as_the_first_of_their_step(folder: Folder) -> None:
     old = "step-00000003"
     folder.make(old)
-    text = json.loads(to_bytes(manifest_of(3)))
+    text = json.loads(manifest_of(3).to_json())
     del text["sum"], text["saved_before"]
     rest = json.dumps(text)[1:].encode()
     folder.write(old, MANIFEST, data=b'{"sum": "%08x",' % zlib.crc32(rest) + rest)

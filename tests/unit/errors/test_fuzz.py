@@ -34,6 +34,6 @@ def test_an_error_of_another_kind_is_told_with_its_input(monkeypatch: pytest.Mon
     def read(data: bytes) -> None:
         raise KeyError("name")
 
-    monkeypatch.setitem(FORMATS, "plan", FORMATS["plan"]._replace(read=read))
-    with pytest.raises(Broken, match=r"plan, input 3/7: KeyError: 'name': b'"):
-        run("plan", range(7, 8), seed=3)
+    monkeypatch.setitem(FORMATS, "profile", FORMATS["profile"]._replace(read=read))
+    with pytest.raises(Broken, match=r"profile, input 3/7: KeyError: 'name': b'"):
+        run("profile", range(7, 8), seed=3)
