@@ -16,7 +16,9 @@ ROUNDING = 1e-6
 
 def check_plan(plan: Plan) -> None:
     """Raises ValueError that names a field, its value and what it must agree with."""
-    assert plan.batch == plan.microbatch_rows * plan.total_microbatches
+    numbers = plan.num_microbatches
+    total = sum(numbers) if isinstance(numbers, tuple) else plan.width * numbers
+    assert plan.batch == plan.microbatch_rows * total
     assert _is_near(plan.rows_per_second, plan.batch / plan.seconds_per_batch)
     assert 0 <= plan.bubble <= 1
     assert len(plan.stages) == plan.num_stages

@@ -24,8 +24,6 @@ struct MemoryFit {
   // [k][a]: may stage k begin at a, so that it and the stages after it fit. k = num_stages: only
   // after the last piece.
   std::vector<std::vector<char>> may_begin;
-  // The smallest bytes above its limit of any stage whose end is one past the farthest.
-  double next_bytes = 0;
 
   bool fits() const { return may_begin[0][0]; }
 };
@@ -51,7 +49,7 @@ class ReceivedByEnd {
 };
 
 // Finds the farthest end of the stages k that begin where stages 0 .. k - 1 can end.
-void find_farthest(const SplitCosts& costs, const std::vector<double>& limits, MemoryFit& fit) {
+void find_farthest(const SplitCosts& costs, MemoryFit& fit) {
   const int n = costs.num_pieces();
   const int d = costs.num_stages();
   std::vector<ReceivedByEnd> received;
@@ -63,25 +61,22 @@ void find_farthest(const SplitCosts& costs, const std::vector<double>& limits, M
     const int last = std::min(reached, n - (d - k));
     for (int a = k; a <= last; ++a) {
       int& farthest = fit.farthest[k][a];
-      if (costs.bytes(rule, a, n, costs.crossing(a)) <= limits[k]) {
+      if (costs.bytes(rule, a, n, costs.crossing(a)) <= rule.limit) {
         farthest = n;
       } else {
         // First without what is received: that takes time to find.
         const auto fits = [&](int end) {
-          if (costs.bytes(rule, a, end, {}) > limits[k]) return false;
-          return !counts_received || costs.bytes(rule, a, end, received[a].by(end)) <= limits[k];
+          if (costs.bytes(rule, a, end, {}) > rule.limit) return false;
+          return !counts_received || costs.bytes(rule, a, end, received[a].by(end)) <= rule.limit;
         };
         farthest = *std::ranges::partition_point(std::views::iota(a + 1, n + 1), fits) - 1;
-        const Received more = counts_received ? received[a].by(farthest + 1) : Received{};
-        fit.next_bytes = std::min(fit.next_bytes, costs.bytes(rule, a, farthest + 1, more));
       }
       reached = std::max(reached, farthest);
     }
   }
 }
 
-// limits: bytes by stage.
-MemoryFit fit_memory(const SplitCosts& costs, const std::vector<double>& limits) {
+MemoryFit fit_memory(const SplitCosts& costs) {
   const int n = costs.num_pieces();
   const int d = costs.num_stages();
   MemoryFit fit;
@@ -89,8 +84,7 @@ MemoryFit fit_memory(const SplitCosts& costs, const std::vector<double>& limits)
   std::iota(nowhere.begin(), nowhere.end(), 0);
   fit.farthest.assign(d, nowhere);
   fit.may_begin.assign(d + 1, std::vector<char>(n + 1, false));
-  fit.next_bytes = kInfinity;
-  find_farthest(costs, limits, fit);
+  find_farthest(costs, fit);
   fit.may_begin[d][n] = true;
   for (int k = d - 1; k >= 0; --k) {
     int next = n + 1;  // the nearest position at which stage k + 1 may begin
@@ -427,9 +421,7 @@ std::vector<int> cheapest_split(const SplitCosts& costs, const StageRows& rows,
 
 std::optional<StageSplit> split_stages(const StageSplitProblem& problem) {
   const SplitCosts costs(problem);
-  std::vector<double> limits;
-  for (const StageMemoryRule& rule : problem.stages) limits.push_back(rule.limit);
-  const MemoryFit memory = fit_memory(costs, limits);
+  const MemoryFit memory = fit_memory(costs);
   if (!memory.fits()) return std::nullopt;
   const Cost low = lower_bound(costs);
   const Cost high = upper_bound(costs, memory, low);
@@ -440,40 +432,6 @@ std::optional<StageSplit> split_stages(const StageSplitProblem& problem) {
     split.first_layers.push_back(costs.first_layer(piece));
   }
   return split;
-}
-
-double smallest_memory_limit(const StageSplitProblem& problem) {
-  const SplitCosts costs(problem);
-  const int d = costs.num_stages();
-  const auto fit_with = [&](double limit) {
-    return fit_memory(costs, std::vector<double>(d, limit));
-  };
-  // The bytes of the largest stage of some split that fits.
-  const auto taken = [&](const MemoryFit& fit) {
-    double most = 0;
-    for (int k = 0, a = 0; k < d; ++k) {
-      int end = a + 1;
-      while (!fit.may_begin[k + 1][end]) ++end;
-      most = std::max(most, costs.bytes(costs.rule(k), a, end, costs.messages(a, end).received));
-      a = end;
-    }
-    return most;
-  };
-
-  // Nothing fits below `low`, and `high` does.
-  double low = 0;
-  double high = taken(fit_with(kInfinity));
-  while (low < high) {
-    double middle = low + (high - low) / 2;
-    if (middle >= high) middle = low;  // neighbours
-    const MemoryFit fit = fit_with(middle);
-    if (fit.fits()) {
-      high = taken(fit);
-    } else {
-      low = fit.next_bytes;
-    }
-  }
-  return high;
 }
 
 }  // namespace pd2

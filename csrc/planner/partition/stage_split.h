@@ -121,8 +121,4 @@ struct StageSplit {
 // before their consumers, and amounts are finite and >= 0.
 std::optional<StageSplit> split_stages(const StageSplitProblem& problem);
 
-// The smallest limit, the same for all stages, with which split_stages() finds something (the
-// stages' own limits are not looked at).
-double smallest_memory_limit(const StageSplitProblem& problem);
-
 }  // namespace pd2

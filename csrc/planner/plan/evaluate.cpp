@@ -146,10 +146,4 @@ void Evaluator::set_time(Evaluation& plan, double least) const {
   plan.score = score(plan.candidate, plan.devices, plan.time.seconds);
 }
 
-double Evaluator::least_memory(const Candidate& candidate) const {
-  const PipelineShape& shape = candidate.shape;
-  const DeviceGrid devices = mappings_.grid(candidate.mapping, shape.ranks, candidate.width);
-  return chooser_.least_memory(candidate, holders_of(problem_.cluster, candidate, devices));
-}
-
 }  // namespace pd2

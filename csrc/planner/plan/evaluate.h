@@ -38,9 +38,6 @@ class Evaluator {
 
   const Bounds& bounds() const { return bounds_; }
 
-  // Bytes that each device would need at least for the candidate, blocks apart.
-  double least_memory(const Candidate& candidate) const;
-
  private:
   double least_seconds(const Evaluation& plan) const;
 

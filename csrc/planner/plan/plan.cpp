@@ -129,46 +129,33 @@ std::vector<Candidate> different_shapes(const std::vector<Candidate>& candidates
   return shapes;
 }
 
-// The least memory with which the planner finds a plan, up to a thousandth, and that plan's
-// candidate. It tries the few whose stages need least; recomputed blocks are not in that bound,
-// with which the search begins.
-Nearest nearest(const PlanProblem& problem, const Evaluator& evaluator,
-                const std::vector<Candidate>& all) {
-  constexpr std::size_t kFew = 24;
-  std::vector<std::pair<double, Candidate>> few;
-  for (const Candidate& candidate : different_shapes(all)) {
-    few.emplace_back(evaluator.least_memory(candidate), candidate);
-  }
-  std::ranges::stable_sort(few, {}, [](const auto& each) { return each.first; });
-  if (few.size() > kFew) few.resize(kFew);
-  const auto fitting = [&](double limit) -> std::optional<Candidate> {
+// The least memory of every device with which the planner finds a plan, to a ten-thousandth, and
+// that plan's candidate. With the least memory of any type none is found.
+Nearest nearest(const PlanProblem& problem, const std::vector<Candidate>& all) {
+  const std::vector<Candidate> shapes = different_shapes(all);
+  const auto fitting = [&](double limit) -> std::optional<Nearest> {
     PlanProblem changed = problem;
     for (DeviceType& type : changed.cluster.types) type.memory_bytes = limit;
     const DeviceMappings mappings(changed.cluster);
-    Evaluator changed_evaluator(changed, mappings);
-    for (const auto& [bytes, candidate] : few) {
-      if (changed_evaluator.evaluate(candidate)) return candidate;
+    Evaluator evaluator(changed, mappings);
+    for (const Candidate& candidate : shapes) {
+      if (evaluator.evaluate(candidate)) return Nearest{candidate, limit};
     }
     return std::nullopt;
   };
-  double low = 0;
-  Nearest nearest;
-  for (double high = few.front().first;; high *= 2) {
-    if (const auto candidate = fitting(high)) {
-      nearest = {*candidate, high};
-      break;
-    }
-    low = high;
-  }
-  while (nearest.bytes - low > nearest.bytes / 1000) {
-    const double middle = low + (nearest.bytes - low) / 2;
-    if (const auto candidate = fitting(middle)) {
-      nearest = {*candidate, middle};
+  const std::vector<DeviceType>& types = problem.cluster.types;
+  double low = std::ranges::min_element(types, {}, &DeviceType::memory_bytes)->memory_bytes;
+  std::optional<Nearest> found;
+  for (double high = 2 * low; !(found = fitting(high)); high *= 2) low = high;
+  while (found->bytes - low > found->bytes / 10'000) {
+    const double middle = low + (found->bytes - low) / 2;
+    if (auto nearer = fitting(middle)) {
+      found = std::move(nearer);
     } else {
       low = middle;
     }
   }
-  return nearest;
+  return *found;
 }
 
 // The bytes in GiB with four digits, rounded up: enough for the rounding of the number, too.
@@ -178,7 +165,7 @@ double in_gib_rounded_up(double bytes) {
   return std::ceil(gib / unit) * unit;
 }
 
-[[noreturn]] void throw_does_not_fit(const PlanProblem& problem, const Evaluator& evaluator,
+[[noreturn]] void throw_does_not_fit(const PlanProblem& problem,
                                      const std::vector<Candidate>& candidates) {
   double least = kInfinity;
   double most = 0;
@@ -186,7 +173,7 @@ double in_gib_rounded_up(double bytes) {
     least = std::min(least, type.memory_bytes + problem.options.reserved);
     most = std::max(most, type.memory_bytes + problem.options.reserved);
   }
-  const Nearest found = nearest(problem, evaluator, candidates);
+  const Nearest found = nearest(problem, candidates);
   const double enough = in_gib_rounded_up(found.bytes + problem.options.reserved);
   const std::string given = least < most
                                 ? detail::concat(least / kBytesPerGiB, " to ", most / kBytesPerGiB)
@@ -219,7 +206,6 @@ class Search {
     return std::nullopt;
   }
 
-  const Evaluator& evaluator() const { return evaluator_; }
   const std::vector<Candidate>& candidates() const { return queue_.all(); }
 
  private:
@@ -268,7 +254,7 @@ std::vector<Evaluation> best_plans(const PlanProblem& problem) {
   Best best(1 + problem.options.num_alternatives);
   while (auto plan = search.next(best.worth())) best.consider(*std::move(plan));
   std::vector<Evaluation> plans = std::move(best).take();
-  if (plans.empty()) throw_does_not_fit(problem, search.evaluator(), search.candidates());
+  if (plans.empty()) throw_does_not_fit(problem, search.candidates());
   return plans;
 }
 

@@ -212,10 +212,4 @@ std::optional<ChosenStages> StageChooser::stages_of(const Candidate& candidate,
   return std::move(draft.chosen);
 }
 
-double StageChooser::least_memory(const Candidate& candidate, const StageHolders& holders) const {
-  const StageDraft draft = {problem_, candidate, sums_[candidate.size], holders};
-  return candidate.shape.stages_sharing_a_rank() *
-         smallest_memory_limit(draft.split_problem(draft.memory_rules()));
-}
-
 }  // namespace pd2

@@ -23,8 +23,8 @@ inline constexpr double kFreeMessage = 0.01;
 //            neighbouring ranks, on a measured matrix of all links, as any two may become
 //            neighbours). Beside it, if messages may not be as good as free, the one that is best
 //            if they are: 2bw may hide them. If a rank's stages need more than its memory: the best
-//            split of which every stage keeps to some equal shares of its rank's memory, if it can of
-//            that which what runs again leaves. Of two pipelines and in a V beside it, above
+//            split of which every stage keeps to some equal shares of its rank's memory, if it can
+//            of that which what runs again leaves. Of two pipelines and in a V beside it, above
 //            kMostPiecesForRanks pieces instead, the folded one (planner/partition/folded_split.h).
 //   blocks   to make the first of these fit, on each rank blocks are recomputed that take the least
 //            time (planner/plan/blocks.h). A split that fits without is kNone's alone.
@@ -52,9 +52,6 @@ class StageChooser {
   // The layers that stages may begin at, and the number of layers.
   const std::vector<int>& positions() const { return positions_; }
   int num_pieces() const { return static_cast<int>(positions_.size()) - 1; }
-
-  // Bytes that each device would need at least for the candidate, blocks apart.
-  double least_memory(const Candidate& candidate, const StageHolders& holders) const;
 
  private:
   struct Last {

@@ -153,12 +153,6 @@ class PlanOutline:
         return max(numbers) if isinstance(numbers, tuple) else numbers
 
     @property
-    def total_microbatches(self) -> int:
-        """Microbatches of all replicas."""
-        numbers = self.num_microbatches
-        return sum(numbers) if isinstance(numbers, tuple) else self.width * numbers
-
-    @property
     def microbatches_in_words(self) -> str:
         """The microbatches of a replica, for people: "4", "4, 2", or of many "2 to 4"."""
         numbers = self.num_microbatches
