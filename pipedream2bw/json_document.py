@@ -143,18 +143,12 @@ def _hints(made: type) -> dict[str, Any]:
     return {each.name: hints[each.name] for each in dataclasses.fields(made)}
 
 
-def read_document(path: str | os.PathLike[str], kind: str, version: int) -> Field:
-    """The fields of a JSON file of this format and version, without these two.
+def parse_document(text: bytes, kind: str, version: int) -> Field:
+    """The fields of a JSON document of this format and version, without these two.
 
     Raises:
-        ValueError: the file is not JSON, or of another format or version.
-        OSError: the file cannot be read.
+        ValueError: it is not JSON, or of another format or version.
     """
-    return parse_document(Path(path).read_bytes(), kind, version)
-
-
-def parse_document(text: bytes, kind: str, version: int) -> Field:
-    """As :func:`read_document`, of what such a file holds."""
     document = parse_json(text)
     if not isinstance(document, dict):
         raise ValueError(f"format: missing, it must be {kind!r}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import check_whole_number
-from ..json_document import Field, read_document
+from ..json_document import Field, parse_document
 from ..schedules.events import KIND_NAMES, Event, Row, row_name, row_of, stages_of_rows
 
 _FORMAT = "pipedream2bw.events"
@@ -145,7 +145,8 @@ def read_events(path: str | os.PathLike[str]) -> list[Event]:
         OSError: the file cannot be read.
     """
     try:
-        names, rows = read_document(path, _FORMAT, _VERSION).fields("fields", "events")
+        document = parse_document(Path(path).read_bytes(), _FORMAT, _VERSION)
+        names, rows = document.fields("fields", "events")
         if names.value != _FIELDS:
             names.fail(repr(_FIELDS))
         return [_event(row) for row in rows.items()]
