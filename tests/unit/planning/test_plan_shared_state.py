@@ -137,8 +137,4 @@ def test_files_have_both(of_16_bits: pd2.Profile, tmp_path: Path) -> None:
     made = replicas(of_16_bits, 2, **NARROW, shard_state=True)
     made.save(path)
     assert pd2.Plan.load(path) == made
-    fields = json.loads(path.read_text())
-    assert fields["shard_state"] is True
-    path.write_text(json.dumps({**fields, "gradient_dtype": "float16"}))
-    with pytest.raises(ValueError, match="gradient_dtype: 'float16', known: 'bfloat16', null"):
-        pd2.Plan.load(path)
+    assert json.loads(path.read_text())["shard_state"] is True
