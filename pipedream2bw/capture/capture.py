@@ -38,6 +38,7 @@ def capture(
     dynamic_shapes: bool = False,
     prefer: str | None = None,
     why_not: Callable[[Captured], str | None] | None = None,
+    balances: bool = False,
 ) -> Captured:
     """Captures ``model`` as it behaves now (each module in its current train or eval mode).
 
@@ -55,6 +56,8 @@ def capture(
         prefer: the way by which the model's other mode was captured, tried first: "fx" skips
             nn.Sequential's children as layers, "export" and "dynamo" are tried before "fx".
         why_not: a further demand: gives the reason why a capture does not serve, None if it does.
+        balances: costs are wanted to balance the stages alone: they are not counted where the
+            layers can form them in one way.
 
     Raises:
         ValueError: the model refuses the example arguments, or no way of capture works (the message
@@ -73,6 +76,7 @@ def capture(
         replicated=set(replicated),
         dynamic_shapes=dynamic_shapes,
         demand=why_not or (lambda captured: None),
+        balances=balances,
     )
     with plain_modes():
         return _checked(root, search.capture(prefer))
@@ -102,16 +106,17 @@ class _Search:
     replicated: set[str]
     dynamic_shapes: bool
     demand: Callable[[Captured], str | None]
+    balances: bool
     reasons: list[str] = dataclasses.field(default_factory=list)
 
     def capture(self, prefer: str | None) -> Captured:
         root, signature = self.root, self.signature
         if isinstance(root, ModuleChain):
-            return Draft(root, "list", chained(root, signature), signature).captured
+            return self._chained("list", root)
         if isinstance(root, nn.Sequential) and prefer in (None, "sequential"):
             reason = _why_not_sequential(root, signature, self.num_stages, self.names)
             if reason is None:
-                return Draft(root, "sequential", chained(root, signature), signature).captured
+                return self._chained("sequential", root)
             self.reasons.append(f"sequential: {reason}")
         second_best: list[Draft] = []
         ways = ("fx", "export", "dynamo")
@@ -152,6 +157,11 @@ class _Search:
         best = min(served, key=lambda captured: len(_unknown(captured, self.names)))
         return dataclasses.replace(best, notes=tuple(dict.fromkeys([*best.notes, *self.reasons])))
 
+    def _chained(self, how: str, root: ModuleChain | nn.Sequential) -> Captured:
+        draft = Draft(root, how, chained(root, self.signature), self.signature)
+        is_given = self.balances and draft.num_layers == self.num_stages
+        return draft.dry_run(None) if is_given else draft.captured
+
     def _traced(self, how: str) -> Traced:
         # With dictionaries of buffers of its own: a forward may assign to them.
         buffers = {buffer: buffer for buffer in self.root.buffers()}
@@ -162,7 +172,7 @@ class _Search:
         return make(scratch, self.signature, self.replicated, dynamic_shapes=self.dynamic_shapes)
 
     def _why_unfit(self, captured: Captured) -> str | None:
-        return captured.costs.unfit or self.demand(captured)
+        return captured.found.unfit or self.demand(captured)
 
     def _why_not(self, draft: Draft) -> str | None:
         captured = draft.captured
@@ -195,9 +205,9 @@ def _checked(root: nn.Module, captured: Captured) -> Captured:
     Where a layer failed on fake tensors the model runs, on copies of all that it may write to, to
     see whether its arguments are wrong.
     """
-    if captured.costs.unfit is not None:
-        raise ValueError(f"the model ({type(root).__name__}): {captured.costs.unfit}")
-    error = captured.costs.error
+    if captured.found.unfit is not None:
+        raise ValueError(f"the model ({type(root).__name__}): {captured.found.unfit}")
+    error = captured.found.error
     if error is None:
         return captured
     clone = trial_copy(root)
@@ -210,7 +220,7 @@ def _checked(root: nn.Module, captured: Captured) -> Captured:
         raise ValueError(
             f"the model refuses the example arguments: {reason_of(refusal)}"
         ) from refusal
-    note = f"costs of {', '.join(captured.costs.unknown)} are guessed: {reason_of(error)}"
+    note = f"costs of {', '.join(captured.found.unknown)} are guessed: {reason_of(error)}"
     return dataclasses.replace(captured, notes=(*captured.notes, note))
 
 

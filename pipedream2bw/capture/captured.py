@@ -16,7 +16,8 @@ from ..model.trees import bytes_in
 from .arguments import CallSignature
 from .attribute import Attribute, nodes_with_attributes
 from .chain import call_chained
-from .costs import LayerCosts, dry_run
+from .costs import CostCounter, LayerCosts
+from .dry_run import Findings, dry_run
 from .reorder import gather_lookups
 from .shape_rule import ShapeRule
 from .traced import Traced
@@ -26,12 +27,12 @@ from .traced import Traced
 class Layer:
     """One computing node of the captured graph.
 
-    Costs are nominal seconds for the example's rows; they are the same on every machine.
+    Costs are nominal seconds for the example's rows, the same on every machine; 0: not counted.
     """
 
     name: str
-    forward_cost: float
-    backward_cost: float
+    forward_cost: float = 0.0
+    backward_cost: float = 0.0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -49,7 +50,7 @@ class Captured:
         graph, layer_nodes: the graph, and the node of each layer.
         layer_parameters, layer_buffers: qualified names of what each layer uses.
         parameter_names, buffer_names: qualified names of all that the model has, in its order.
-        costs: what the dry run found out.
+        found: what the dry run found out.
         attribute_of: returns what a get_attr or call_module node of the graph refers to.
         signature: the tensors of the example call.
         input_positions: the position of each of ``model_inputs`` among the signature's tensors.
@@ -68,11 +69,17 @@ class Captured:
     layer_buffers: list[tuple[str, ...]] = dataclasses.field(repr=False)
     parameter_names: tuple[str, ...] = dataclasses.field(repr=False)
     buffer_names: tuple[str, ...] = dataclasses.field(repr=False)
-    costs: LayerCosts = dataclasses.field(repr=False)
+    found: Findings = dataclasses.field(repr=False)
     attribute_of: Callable[[fx.Node], Attribute] = dataclasses.field(repr=False)
     signature: CallSignature = dataclasses.field(repr=False)
     input_positions: tuple[int, ...] = dataclasses.field(repr=False)
     shape_rule: ShapeRule | None = dataclasses.field(repr=False)
+
+    @property
+    def costs(self) -> LayerCosts:
+        """What the layers cost, where that was counted."""
+        assert self.found.costs is not None
+        return self.found.costs
 
 
 def is_layer(node: fx.Node) -> bool:
@@ -118,9 +125,17 @@ class Draft:
             for node, (parameters, _) in zip(self._layers, self._uses, strict=True)
         ]
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
     @functools.cached_property
     def captured(self) -> Captured:
-        """The capture, with what its layers cost: found by a run on fake tensors."""
+        """The capture, with what its layers cost."""
+        return self.dry_run(CostCounter())
+
+    def dry_run(self, counter: CostCounter | None) -> Captured:
+        """The capture, with what a run on fake tensors finds out."""
         root, graph, names, uses = self._root, self.traced.graph, self._names, list(self._uses)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         positions = tuple(i for i, node in enumerate(placeholders) if node.users)
@@ -131,13 +146,13 @@ class Draft:
         tensors = [*root.parameters(), *examples]
         compares = self._how == "fx"  # the other ways run the model's own code
         call = self._signature if compares or self.traced.changes_attributes else None
-        costs = dry_run(root, graph, names.attribute_of, examples, call=call, compares=compares)
-        layers = [
-            Layer(layer_name(node), forward, backward)
-            for node, forward, backward in zip(
-                self._layers, costs.forward, costs.backward, strict=True
-            )
-        ]
+        found = dry_run(
+            root, graph, names.attribute_of, examples, counter, call=call, compares=compares
+        )
+        names_of_layers = map(layer_name, self._layers)
+        costs = found.costs
+        counted = () if costs is None else (costs.forward, costs.backward)
+        layers = [Layer(*each) for each in zip(names_of_layers, *counted, strict=True)]
         return Captured(
             how=self._how,
             notes=self._notes,
@@ -150,7 +165,7 @@ class Draft:
             layer_buffers=[buffers for _, buffers in uses],
             parameter_names=tuple(name for name, _ in root.named_parameters()),
             buffer_names=tuple(name for name, _ in root.named_buffers()),
-            costs=costs,
+            found=found,
             attribute_of=names.attribute_of,
             signature=self._signature,
             input_positions=positions,
@@ -304,11 +319,11 @@ def bonds_of(captured: Captured) -> Bonds:
     users: dict[str, list[int]] = {}
     for layer, names in enumerate(captured.layer_buffers):
         for name in names:
-            if name in captured.costs.written_buffers:
+            if name in captured.found.written_buffers:
                 users.setdefault(name, []).append(layer)
     found = [Bond(layers[0], layers[-1], f"buffer {name!r}") for name, layers in users.items()]
     found.extend(
         Bond(first, last, f"value {name!r}, which is written in place,")
-        for first, last, name in captured.costs.written_values
+        for first, last, name in captured.found.written_values
     )
     return Bonds([bond for bond in found if bond.first != bond.last])

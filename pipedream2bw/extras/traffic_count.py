@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..capture.captured import Captured
-from ..capture.costs import FAKE_LIMITS
 from ..capture.device_figures import DeviceFigures, Work
+from ..capture.dry_run import FAKE_LIMITS
 from ..checks import check_whole_number
 from ..model.added_loss import LossWeight, Weighed
 from ..model.clone import copies_of_plain_tensors, structural_clone

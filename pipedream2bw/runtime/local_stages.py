@@ -118,7 +118,7 @@ class LocalStages:
         grid.connect_replicas(devices, min(options.bucket_bytes, most_bytes))
         self.losses = _loss_board(grid, control, options, schedule)
         ties = find_ties(mode.programs)
-        weights = share_out(root, self._specs(mode, devices, ties), mode.captured.costs.hooked)
+        weights = share_out(root, self._specs(mode, devices, ties), mode.captured.found.hooked)
         self._ties = TiedCopies(ties, grid, weights)
         kept = [*root.buffers(), *(tensor for each in weights for tensor in each.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None

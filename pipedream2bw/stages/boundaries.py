@@ -57,7 +57,7 @@ def place_like(captured: Captured, programs: Sequence[StageProgram]) -> list[int
             stages_of.setdefault(name, set()).add(program.index)
     everywhere = set(range(len(programs)))
     # By layer: the stages that hold all that it uses. Buffers that are only read may be on several.
-    written = captured.costs.written_buffers
+    written = captured.found.written_buffers
     allowed = [
         everywhere.intersection(
             *(stages_of[name] for name in parameters if name in stages_of),
@@ -141,13 +141,16 @@ def _balanced(captured: Captured, num_stages: int) -> list[int]:
     bonds = bonds_of(captured)
     num_layers = len(captured.layers)
     can_cut = [bonds.allow(cut) for cut in range(1, num_layers)]
-    if sum(can_cut) < num_stages - 1:
+    cuts = [cut for cut, can in enumerate(can_cut, 1) if can]
+    if len(cuts) < num_stages - 1:
         longest = max(bonds, key=lambda bond: bond.last - bond.first)
         raise ValueError(
-            f"num_stages: {num_stages}, but the model can be cut in only {sum(can_cut)} places: "
+            f"num_stages: {num_stages}, but the model can be cut in only {len(cuts)} places: "
             f"{longest.what} is used by layers {describe_layer(captured, longest.first)} and "
             f"{describe_layer(captured, longest.last)}, which have to be on one stage"
         )
+    if len(cuts) == num_stages - 1:
+        return [0, *cuts]
     layers = [
         _C.LayerCost(forward=layer.forward_cost, input_grad=layer.backward_cost)
         for layer in captured.layers

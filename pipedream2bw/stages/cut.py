@@ -42,7 +42,7 @@ def _numbered(captured: Captured) -> dict[fx.Node, tuple[int, int]]:
     """
     draws: dict[fx.Node, tuple[int, int]] = {}
     number = 0
-    for node, count in zip(captured.layer_nodes, captured.costs.draws, strict=True):
+    for node, count in zip(captured.layer_nodes, captured.found.draws, strict=True):
         if count:
             draws[node] = number, count
             number += count
@@ -95,7 +95,7 @@ class _Splitter:
                 continue
             producer = self._stage_of[node]
             for consumer in sorted({self._stage_of[user] for user in node.users} - {producer}):
-                if node.name in self._captured.costs.sizes:
+                if node.name in self._captured.found.sizes:
                     sizes[consumer].append(node)
                 else:
                     moves[producer].setdefault(consumer, []).append(node.name)
@@ -128,7 +128,7 @@ class _Splitter:
             name = node.name
             if name in received or name in found.read or node in found.computed:
                 return True
-            if name not in self._captured.costs.sizes or node.op == "placeholder":
+            if name not in self._captured.found.sizes or node.op == "placeholder":
                 return False
             size = node.meta.get("val")
             if isinstance(size, torch.SymInt) and size.node.expr in dimensions:
@@ -172,13 +172,13 @@ class _Splitter:
             given = {name for names in sends.values() for name in names}
             outputs = self._in_order(given)
         written = {
-            storage for layer in self._ranges[stage] for storage in captured.costs.writes[layer]
+            storage for layer in self._ranges[stage] for storage in captured.found.writes[layer]
         }
         # The sender still holds the value, and autograd refuses writes to a received leaf.
         cloned = [
             name
             for name in (inputs if stage > 0 else ())
-            if not written.isdisjoint(captured.costs.storages.get(name, ()))
+            if not written.isdisjoint(captured.found.storages.get(name, ()))
         ]
         source = generate(
             f"stage {stage}",

@@ -151,7 +151,9 @@ class Modes:
 
     def _capture_first(self, root: nn.Module, options: Mapping[str, Any]) -> Captured:
         if self._check_layers is None:
-            return capture(root, num_stages=self._num_stages, split=self._split, **options)
+            return capture(
+                root, num_stages=self._num_stages, split=self._split, balances=True, **options
+            )
         example = options["example_args"], options["example_kwargs"]
         captured = capture_finely(
             root, example, self._replicated, dynamic_shapes=self._dynamic_shapes

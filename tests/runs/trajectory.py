@@ -13,7 +13,8 @@ from torch import fx, nn
 
 import pipedream2bw as pd2
 from pipedream2bw.capture import captured
-from pipedream2bw.capture.costs import LayerCosts, dry_run
+from pipedream2bw.capture.costs import CostCounter
+from pipedream2bw.capture.dry_run import Findings, dry_run
 from tests.references.oracle import Batch, Oracle, ReadyMade
 from tests.samples.models import Task, whole
 
@@ -73,7 +74,7 @@ _OF_STAGES = {
 }
 """Options under which a task's model is captured as it is."""
 _of_task: ContextVar[Task | None] = ContextVar("_of_task", default=None)
-_costs: dict[Any, LayerCosts] = {}
+_found: dict[Any, Findings] = {}
 
 
 def _dry_run_once(
@@ -81,23 +82,24 @@ def _dry_run_once(
     graph: fx.Graph,
     attribute_of: Any,
     examples: Sequence[torch.Tensor],
+    counter: CostCounter | None = None,
     **options: Any,
-) -> LayerCosts:
+) -> Findings:
     """What a dry run of a task's model gave: every schedule would ask a quarter of its time for it.
 
     Models of other tests, and of tasks with other options, are run.
     """
     task = _of_task.get()
     if task is None:
-        return dry_run(root, graph, attribute_of, examples, **options)
+        return dry_run(root, graph, attribute_of, examples, counter, **options)
     state = [*root.named_parameters(), *root.named_buffers(), *enumerate(examples)]
     described = [(n, t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for n, t in state]
     modes = [module.training for module in root.modules()]
-    asked = (options.get("call") is not None, options.get("compares"))
+    asked = (counter is None, options.get("call") is not None, options.get("compares"))
     key = (task, str(graph), repr(described), tuple(modes), asked)
-    if key not in _costs:
-        _costs[key] = dry_run(root, graph, attribute_of, examples, **options)
-    return _costs[key]
+    if key not in _found:
+        _found[key] = dry_run(root, graph, attribute_of, examples, counter, **options)
+    return _found[key]
 
 
 captured.dry_run = _dry_run_once

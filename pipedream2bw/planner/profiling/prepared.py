@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from ...capture.captured import Captured, Layer
 from ...capture.chain import as_root
-from ...capture.costs import dry_run
+from ...capture.costs import CostCounter
 from ...capture.device_figures import NOMINAL, DeviceFigures
+from ...capture.dry_run import dry_run
 from ...capture.finely import capture_finely
 from ...capture.layer_names import names_of_layers
 from ...checks import check_whole_number
@@ -94,7 +95,7 @@ class Prepared:
                 for count in rows
             ]
             for graph in graphs:
-                if (error := graph.captured.costs.error) is not None:
+                if (error := graph.captured.found.error) is not None:
                     raise ValueError(
                         f"the model or loss_fn refuses {graph.rows} rows: {error}"
                     ) from error
@@ -258,9 +259,12 @@ def add_loss(
     ]
     given = [of_rows(leaf, rows) for leaf, i in zip(leaves, is_input, strict=True) if i]
     tensors = [*examples, *given]
-    costs = dry_run(root, graph, captured.attribute_of, tensors, figures, count_saved=True)
+    counter = CostCounter(figures, count_saved=True)
+    found = dry_run(root, graph, captured.attribute_of, tensors, counter)
     placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
     values = dict(zip(placeholders, tensors, strict=True))
+    assert found.costs is not None
+    costs = found.costs
     made = dataclasses.replace(
         captured,
         layers=[*captured.layers, Layer("loss", costs.forward[-1], costs.backward[-1])],
@@ -269,7 +273,7 @@ def add_loss(
         layer_nodes=[*(copies[node] for node in captured.layer_nodes), loss],
         layer_parameters=[*captured.layer_parameters, ()],
         layer_buffers=[*captured.layer_buffers, ()],
-        costs=costs,
+        found=found,
     )
     return LossGraph(rows, made, {name: values[name] for name in made.model_inputs})
 

@@ -118,10 +118,10 @@ def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
     microbatches = []
     for graph in prepared.graphs:
         costs = graph.captured.costs
-        if costs.unknown:
+        if unknown := graph.captured.found.unknown:
             raise ValueError(
                 f"dry: {figures.name}, layers whose shapes depend on values: "
-                f"{', '.join(costs.unknown[:5])}: measure the model instead"
+                f"{', '.join(unknown[:5])}: measure the model instead"
             )
         backward = zip(costs.backward, costs.weight_grad, strict=True)
         microbatches.append(

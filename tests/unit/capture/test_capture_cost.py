@@ -13,7 +13,8 @@ from pipedream2bw.capture.arguments import CallSignature
 from pipedream2bw.capture.capture import capture
 from pipedream2bw.capture.captured import Captured, Draft, values_between
 from pipedream2bw.capture.chain import chained
-from pipedream2bw.capture.costs import LayerCosts, dry_run
+from pipedream2bw.capture.dry_run import Findings, dry_run
+from pipedream2bw.stages.boundaries import choose_boundaries
 
 
 def costs_of(model: nn.Module, *example: torch.Tensor, num_stages: int = 1) -> Captured:
@@ -112,7 +113,7 @@ def test_a_layer_that_cannot_be_counted_costs_in_proportion_to_its_parameters() 
     captured = costs_of(nn.Sequential(Routed(1000), Routed(3000)), torch.randn(64, 8))
     small, large = captured.layers
     assert large.forward_cost / small.forward_cost == pytest.approx(3, rel=0.2)
-    assert captured.costs.error is None
+    assert captured.found.error is None
 
 
 def test_a_graph_that_cannot_be_balanced_has_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +131,7 @@ def test_a_graph_that_cannot_be_balanced_has_no_costs(monkeypatch: pytest.Monkey
 
     num_runs = 0
 
-    def counted(*args: Any, **kwargs: Any) -> LayerCosts:
+    def counted(*args: Any, **kwargs: Any) -> Findings:
         nonlocal num_runs
         num_runs += 1
         return dry_run(*args, **kwargs)
@@ -148,3 +149,14 @@ def test_a_graph_that_cannot_be_balanced_has_no_costs(monkeypatch: pytest.Monkey
     captured = costs_of(Whole(), torch.randn(4, 8), torch.randn(4, 1), num_stages=2)
     assert captured.how == "export"
     assert num_runs == 1
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_no_costs_are_counted_where_there_is_one_way_to_cut(num_stages: int) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    x = torch.randn(4, 8)
+    for model in (layers, nn.Sequential(*layers)):
+        captured = capture(model, num_stages=num_stages, example_args=(x,), balances=True)
+        assert (captured.found.costs is None) == (num_stages == 3)
+        assert len(choose_boundaries(captured, num_stages)) == num_stages
+        assert capture(model, num_stages=num_stages, example_args=(x,)).found.costs is not None

@@ -204,7 +204,7 @@ def test_gpt2_is_exported_and_cut_at_its_blocks_by_name() -> None:
     # After the last block only the hidden state travels, and sizes are read off it.
     assert programs[2].receives.keys() == {1}
     assert len(programs[1].sends[2]) == 1
-    assert not captured.costs.sizes & {name for p in programs for name in p.outputs}
+    assert not captured.found.sizes & {name for p in programs for name in p.outputs}
 
 
 def test_both_lookups_of_t5s_shared_table_are_on_the_first_stage() -> None:
