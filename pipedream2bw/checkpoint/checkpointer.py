@@ -16,7 +16,7 @@ from ..checks import check_whole_number
 from ..errors import StageError
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.operations import Announcement, Operation
 from ..runtime.discarding import TakenBack
 from ..runtime.extension import CHECKPOINTER, Extension
 from .commit import retain, steps_in

@@ -17,7 +17,7 @@ from ..errors import DamagedCheckpoint
 from ..model.checkpoint import Checkpoint
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
-from ..ranks.agreement import Operation
+from ..ranks.operations import Operation
 from ..runtime.extension import Extension
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session

@@ -17,7 +17,7 @@ from ..accelerator import module_in_use, module_of
 from ..optimizer.optimizer import PipelineOptimizer
 from ..optimizer.state_by_name import OptimizerSnapshot
 from ..pipeline.module import PipelineModule
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.operations import Announcement, Operation
 from ..runtime.session import Session
 from .encoding import encode
 from .folder import Folder, name_of

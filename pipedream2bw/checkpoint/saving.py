@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from ..checks import check_number
 from ..errors import StageError
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.operations import Announcement, Operation
 from ..runtime.session import Session
 from .folder import Folder, step_of
 from .frequency import Frequency

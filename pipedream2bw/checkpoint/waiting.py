@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
-from ..ranks.agreement import Finished, Operation
 from ..ranks.deadline import CallInThread
+from ..ranks.operations import Finished, Operation
 from ..runtime.session import Session
 from .folder import Folder
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from ..checks import check_whole_number
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.operations import Announcement, Operation
 from ..rules import exclusions
 from ..runtime.extension import Extension, HeldBytes, Kept, Update
 from ..runtime.session import Session

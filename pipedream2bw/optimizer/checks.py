@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.operations import Announcement, Operation
 from ..rules import check_values, refuse, settings
 from ..runtime.extension import HOOKS, RESERVED, Extension, saved_by
 from ..runtime.session import Session, open_sessions

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..ranks.agreement import Operation
+from ..ranks.operations import Operation
 from ..runtime.discarding import TakenBack
 from ..runtime.extension import OPTIMIZER, Extension, Kept, Update, joined, parted, saved_by
 from ..runtime.local_stages import LocalStage

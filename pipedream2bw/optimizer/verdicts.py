@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from ..ranks.agreement import Operation, UpdatesMayWait
+from ..ranks.operations import Operation, UpdatesMayWait
 from ..runtime.comm_hook import check_hooks
 from ..runtime.session import Session
 

@@ -19,7 +19,7 @@ from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..model.metrics import Metric
 from ..options import Options
-from ..ranks.agreement import Operation
+from ..ranks.operations import Operation
 from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
 from ..runtime.evaluation import evaluate
 from ..runtime.given import Call

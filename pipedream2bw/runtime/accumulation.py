@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..ranks.agreement import Announcement
+from ..ranks.operations import Announcement
 
 
 class BatchPart(NamedTuple):

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from .. import _C
 from ..errors import WrongHookError, WrongHookTypeError
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.operations import Announcement, Operation
 from ..rules import exclusions, refuse, shown
 from .extension import HOOKS, OPTIMIZER, Extension
 from .session import Session

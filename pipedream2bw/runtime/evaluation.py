@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _C
-from ..ranks.agreement import Operation
+from ..ranks.operations import Operation
 from .given import Call
 from .microbatch import join_outputs
 from .session import Session

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ..ranks.agreement import Announcement
+from ..ranks.operations import Announcement
 from ..rules import Exclusion
 from .discarding import TakenBack
 from .stage_weights import StageWeights

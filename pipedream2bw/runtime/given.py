@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from .. import _C
-from ..ranks.agreement import Announcement
+from ..ranks.operations import Announcement
 from .accumulation import BatchPart
 from .microbatch import Microbatch, SplitTree
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from .. import _C
 from ..capture.capture import split_model_args
 from ..model.added_loss import LossWeight
-from ..ranks.agreement import Announcement
+from ..ranks.operations import Announcement
 from ..stages.modes import Mode
 from .accumulation import BatchPart
 from .given import Call, Given, Listed, Microbatches

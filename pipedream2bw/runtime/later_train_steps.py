@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.operations import Announcement, Operation
 from .session import Session
 
 

@@ -133,12 +133,12 @@ class LocalStages:
             self._executors if on_devices else [],
         )
         self._tickets: list[list[int]] = []  # of unfinished train_steps, one for each executor
-        verdict_group = control.verdict_group
+        peers = control.peers
         self._verdicts = _C.BatchVerdicts(
             num_stages=len(self._stages),
             discards=control.discards,
-            group="" if verdict_group is None else verdict_group.group_name,
-            shared=control.verdict_board,
+            group="" if peers is None else peers.verdict_group.group_name,
+            shared=None if peers is None else peers.verdict_board,
         )
         # Nothing here refers to `self`, or to a runner, whose loss_fn may refer to the pipeline.
         self.end = weakref.finalize(
@@ -436,7 +436,7 @@ def _loss_board(
     return _C.LossBoard(
         fault=control.fault,
         group="" if control.group is None else control.group.group_name,
-        shared=control.board,
+        shared=None if control.peers is None else control.peers.board,
         ranks=[
             grid.process_of(stage, replica)
             for replica in replicas

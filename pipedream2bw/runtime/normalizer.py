@@ -8,8 +8,8 @@ from typing import Any
 
 from .. import _C
 from ..checks import check_whole_number
-from ..ranks.agreement import Announcement
 from ..ranks.grid import RankGrid
+from ..ranks.operations import Announcement
 
 _MOST = 2**53
 """So that the sum over a thousand replicas is a 64-bit number, too."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ..ranks.agreement import Announcement
 from ..ranks.grid import RankGrid
+from ..ranks.operations import Announcement
 from .given import Listed
 
 

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _C
 from ..errors import StageError, reworded
 from ..model.checkpoint import Checkpoint
-from ..ranks.agreement import Announcement, BatchDiscarded, DrainWanted, Operation
+from ..ranks.agreement import BatchDiscarded, DrainWanted
 from ..ranks.grid import mesh_of
+from ..ranks.operations import Announcement, Operation
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
 from .discarding import Discarding

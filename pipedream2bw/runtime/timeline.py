@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from ..ranks.agreement import Announcement, Operation
+from ..ranks.operations import Announcement, Operation
 from ..schedules.events import Event
 from ..schedules.small_picture import timeline_html
 from .session import Session

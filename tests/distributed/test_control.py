@@ -16,8 +16,9 @@ import torch
 
 from pipedream2bw import _C
 from pipedream2bw.errors import DamagedCheckpoint, ScheduleError, StageError
-from pipedream2bw.ranks.agreement import Announcement, ControlPlane, Operation
+from pipedream2bw.ranks.agreement import ControlPlane
 from pipedream2bw.ranks.deadline import Deadline
+from pipedream2bw.ranks.operations import Announcement, Operation
 from tests.distributed.test_exactness import check, replicas_follow_the_mean
 from tests.runs.launch import RankResult, run_ranks
 from tests.runs.trajectory import sgd
@@ -68,9 +69,9 @@ def agree(rank: int, world: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     seen: dict[str, Any] = {}
     control = make("agreement")
-    assert control._rows is not None
-    seen["machines"] = control._rows.machines
-    seen["has a board of all"] = control.board is not None
+    assert control.peers is not None
+    seen["machines"] = control.peers.rows.machines
+    seen["has a board of all"] = control.peers.board is not None
 
     def announce(number: int) -> list[Announcement]:
         if number % 50 == rank:
@@ -175,7 +176,7 @@ def one_cannot_reach_the_memory(rank: int, world: int) -> tuple[bool, list[Annou
         _C.SharedBoard.open = staticmethod(lambda *args: None)  # type: ignore[method-assign]
     control = make("agreement")
     table = control.agree(Operation.flush, 0, lambda: Announcement(rank))
-    is_shared = control.board is not None
+    is_shared = control.peers.board is not None
     control.close()
     return is_shared, table
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipedream2bw.ranks.agreement import Announcement, Operation
+from pipedream2bw.ranks.operations import Announcement, Operation
 from tests.distributed.test_clipping import check as clips_as_unsplit
 from tests.distributed.test_control import SOON, attempt, make, on_linux, one_refuses
 from tests.runs.discarding import Failure, Outcome, batches, train
@@ -38,10 +38,10 @@ def on_machines(rank: int, world: int, run: Callable[..., Any], *args: Any) -> A
 
 def agree(rank: int, world: int) -> dict[str, Any]:
     control = make("machines")
-    assert control._rows is not None
-    seen: dict[str, Any] = {"machines": control._rows.machines}
-    assert control.board is None  # losses and verdicts go to other machines too
-    assert control.verdict_board is None
+    assert control.peers is not None
+    seen: dict[str, Any] = {"machines": control.peers.rows.machines}
+    assert control.peers.board is None  # losses and verdicts go to other machines too
+    assert control.peers.verdict_board is None
     late = random.Random(rank)
 
     def announce(number: int) -> list[Announcement]:

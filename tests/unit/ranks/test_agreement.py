@@ -9,9 +9,10 @@ import pytest
 
 from pipedream2bw import _C
 from pipedream2bw.errors import PeerLost
-from pipedream2bw.ranks.agreement import ControlPlane, Operation
 from pipedream2bw.ranks.boards import finish
 from pipedream2bw.ranks.deadline import Deadline
+from pipedream2bw.ranks.operations import Operation
+from pipedream2bw.ranks.peers import wait_for_all
 
 
 class WorkOfOthers:
@@ -34,8 +35,8 @@ class WorkOfOthers:
 
 def wait_for(work: Any) -> _C.Fault:
     fault = _C.Fault()
-    control = ControlPlane(1, Deadline(60.0, fault), "test")
-    control._wait(lambda: finish(work), Operation.train_step, 3)
+    deadline = Deadline(60.0, fault)
+    wait_for_all(lambda: finish(work), deadline, Operation.train_step, 3, "here")
     return fault
 
 

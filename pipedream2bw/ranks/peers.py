@@ -1,0 +1,202 @@
+"""The processes of a pipeline, where there are several, and what they tell each other."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .. import errors
+from ..errors import PeerLost, PeerTimeout, StageError, reworded
+from .boards import RowExchange, make_board
+from .deadline import Deadline
+from .first_failure import FirstFailure
+from .groups import destroy_groups, new_group, number_groups_alike
+from .operations import ROW_LENGTH, Operation
+
+_Made = TypeVar("_Made")
+
+
+class Peers:
+    """All processes of a pipeline, of which this is one.
+
+    They exchange rows of numbers through memory where they share it, and between machines by one
+    rank of each, see :class:`RowExchange`.
+
+    A rank that fails tells the process group's store its failure, and all ranks look there: so a
+    failure ends every rank's waiting, whatever it waits for.
+
+    Args:
+        world: number of processes.
+        deadline: ends waiting for other ranks; its fault is raised when another one has failed.
+        name: of the pipeline, the same on every rank.
+
+    Attributes:
+        group: all ranks' processes.
+        board: the memory that all of them share, None with several machines.
+        rows: exchanges the ranks' rows.
+        verdict_group, verdict_board: over which stages agree on a batch.
+        first_failure: tells failures.
+    """
+
+    def __init__(self, world: int, deadline: Deadline, name: str) -> None:
+        self._deadline = deadline
+        store = dist.distributed_c10d._get_default_store()
+        deadline.wait("joining all ranks", lambda: number_groups_alike(store, name))
+        group = new_group([range(world)], deadline, "gloo")
+        assert group is not None
+        self.group = group
+        self.rows = RowExchange(group, ROW_LENGTH, deadline)
+        self.board = self.rows.board
+        self.verdict_group = group
+        self.verdict_board = make_board(group, 1, deadline)
+        if self.verdict_board is None:  # collectives of two threads need two groups
+            other = new_group([range(world)], deadline, "gloo")
+            assert other is not None
+            self.verdict_group = other
+        # Processes before these, started by the same torchrun, may have left failures there.
+        name = f"{name}/{self.from_first(secrets.token_hex(4))}"
+        self.first_failure = FirstFailure(store, name, deadline.fault)
+
+    def exchange(
+        self, row: list[int], operation: Operation, number: int, place: str
+    ) -> list[list[int]]:
+        """Every rank's row, on every rank.
+
+        Args:
+            row: begins with the operation and its number.
+            place: this rank, in messages.
+
+        Raises:
+            StageError: ranks called different operations, or one is gone or silent.
+        """
+        failure = self._deadline.fault.error
+        if failure is not None and self.rows.is_under_way:
+            raise failure
+        table = self.rows.run(
+            row, lambda look: wait_for_all(look, self._deadline, operation, number, place)
+        )
+        self._check_same_operation(table)
+        return table
+
+    def told_by_all(self, value: _Made, action: str = "agreeing") -> list[_Made]:
+        """Every rank's ``value``, on every rank; ``action`` is what took too long, in an error."""
+        told: list[Any] = [None] * self.group.size()
+        self._deadline.wait(action, lambda: dist.all_gather_object(told, value, group=self.group))
+        return told
+
+    def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:
+        """Raises on every rank if one has an error, or if ranks differ in a setting."""
+        everyone = self.told_by_all((_describe(error), settings))
+        for key in settings:
+            values = [theirs.get(key, settings[key]) for _, theirs in everyone]
+            if any(value != values[0] for value in values):
+                shown = enumerate(_where_they_differ(values))
+                listed = ", ".join(f"rank {rank}: {value}" for rank, value in shown)
+                raise ValueError(f"{key} must be the same on every rank, got {listed}")
+        for rank, (told, _) in enumerate(everyone):
+            if told is not None:  # the first rank's kind on all: callers go on by it
+                if type(_describe(error)) is type(told):
+                    assert error is not None
+                    raise error
+                raise reworded(told, f"rank {rank}: {told}") from error
+
+    def from_first(self, value: Any) -> Any:
+        """The value of rank 0, on every rank."""
+        told = [value]
+        self._deadline.wait(
+            "agreeing", lambda: dist.broadcast_object_list(told, group=self.group, group_src=0)
+        )
+        return told[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` on rank 0, an empty list elsewhere."""
+        is_root = self.group.rank() == 0
+        gathered: list[Any] | None = [None] * self.group.size() if is_root else None
+        self._deadline.wait(
+            "gathering",
+            lambda: dist.gather_object(value, gathered, group=self.group, group_dst=0),
+        )
+        return gathered or []
+
+    def _check_same_operation(self, table: list[list[int]]) -> None:
+        called = [(Operation(row[0]).name, row[1]) for row in table]
+        # Who reads a loss makes the call of the others later.
+        if len({call for call in called if call[0] != Operation.read_loss.name}) > 1:
+            listed = ", ".join(
+                f"rank {rank}: {name} {number}" for rank, (name, number) in enumerate(called)
+            )
+            cause = f"all ranks must make the same calls in the same order: {listed}"
+            failure = StageError(cause, cause=cause)
+            self._deadline.fault.raise_(failure)
+            raise failure
+
+    def close(self) -> None:
+        """Parts from the others; ranks that wait for this one get an error."""
+        self.first_failure.close()
+        self.rows.close()
+        if self.verdict_board is not None:
+            self.verdict_board.leave()
+        self.board = self.verdict_board = None  # a failure's traceback may keep this object
+        destroy_groups({self.group, self.verdict_group})
+
+
+def wait_for_all(
+    look: Callable[[], _Made | None],
+    deadline: Deadline,
+    operation: Operation,
+    number: int,
+    place: str,
+) -> _Made:
+    """Calls ``look``, which waits for a slice of time, until it finds something.
+
+    So Ctrl-C and a failure of this process end the waiting.
+    """
+    start, timeout = time.monotonic(), deadline.seconds
+    error: RuntimeError | None = None
+    while error is None:
+        try:
+            found = look()
+            if found is not None:
+                return found
+        except RuntimeError as raised:
+            error = raised
+        failure = deadline.fault.error
+        if failure is not None:
+            raise failure
+        if error is None and time.monotonic() - start > timeout:
+            error = PeerTimeout(f"timeout after {timeout} s")
+    # torch.distributed tells a timeout, which may come a little before ours, by its text alone.
+    is_late = time.monotonic() - start > 0.9 * timeout
+    kind = PeerTimeout if is_late and not isinstance(error, PeerLost) else PeerLost
+    failure = kind(
+        f"{place}: a rank was lost while all ranks began {operation.name} {number}: {error}",
+        rank=error.rank if isinstance(error, StageError) else None,
+        batch=number if operation == Operation.train_step else None,
+        action=operation.name,
+        cause=str(error),
+    )
+    deadline.fault.raise_(failure)
+    raise failure
+
+
+def _where_they_differ(values: list[Any]) -> list[Any]:
+    """The values, or of lists, which may be long, the first elements that differ."""
+    if all(isinstance(value, list) for value in values):
+        for items in itertools.zip_longest(*values, fillvalue="none"):
+            if any(item != items[0] for item in items):
+                return list(items)
+    return values
+
+
+def _describe(error: Exception | None) -> Exception | None:
+    """The error as other ranks raise it: all of ours, of others the type that everybody has."""
+    if error is None or type(error).__module__ == errors.__name__:
+        return error
+    kinds = (ValueError, TypeError, TimeoutError, OSError, RuntimeError)
+    kind = next((known for known in kinds if isinstance(error, known)), RuntimeError)
+    return kind(str(error) or type(error).__name__)
