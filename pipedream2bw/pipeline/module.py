@@ -58,132 +58,47 @@ class PipelineModule(nn.Module):
 
     With ``schedule="2bw"`` (PipeDream-2BW, arXiv 2006.09503, section 3.1) every microbatch of batch
     t uses weights W(max(t-1, 0)) on all stages and the pipeline is never drained between batches:
-    W(t+1) = step(W(t), gradient at W(max(t-1, 0))). ``"2bw_eager"`` does the same with twice the
-    microbatches in flight, which hides messages that take up to half of a stage's forward and
-    backward. ``"pipedream"`` (weight stashing, arXiv 1806.03377) updates after every microbatch:
-    stage i reads W(max(t-(d-1-i), 0)) and keeps d-i versions. ``"1f1b"`` (PipeDream-Flush, section
-    3.2), ``"gpipe"``, ``"interleaved"`` (arXiv 2104.04473, section 2.2: 1f1b over
-    ``stages_per_rank`` chunks) and ``"looped_bfs"`` (arXiv 2211.05953: gpipe over them) drain at
-    every batch and train as plain gradient accumulation does; ``"interleaved_2bw"`` does not drain
-    and trains as ``"2bw"`` does.
+    W(t+1) = step(W(t), gradient at W(max(t-1, 0))).
 
-    ``"chimera"`` (arXiv 2107.06925) runs two pipelines in opposite directions over one model: rank
-    r holds stage r and a copy of stage d-1-r; the gradient is the sum of a batch's first half plus
-    that of the second. It drains at every batch. Ranks 0 and d-1 of a replica are both first and
-    last: both need the arguments and the target. ``"chimera_doubled"`` is its forward doubling.
-    BatchNorm statistics are each pipeline's own; the first one's are shown and saved.
+    docs/reference/options.md says of each schedule and each option what exactly it does.
 
     Args:
-        model: the module, or a list of ``num_stages`` modules to be chained (a tuple is passed on
-            as positional arguments).
-        loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar;
-            ``output`` is what the model returns, of any structure. What arises in inner stages is
-            returned by the model, or added by :func:`add_loss`.
-        plan: what :func:`plan` made, or the path where it was saved, in place of num_stages,
-            num_microbatches, schedule, stages_per_rank, split, width and recompute: these may be
-            given besides if they say the same. Processes are the plan's devices in the order of
-            their numbers. The predictions hold for batches of ``plan.batch // plan.width`` rows.
-        num_stages: the depth d; may be left out for a list of modules. ``"auto"``: the model is
-            profiled, and planned for all processes, or in one process for all ``devices``. The
-            plan keeps to ``schedule`` (so what is trained does not depend on it) and to
-            num_microbatches, width and stages_per_rank if they are given; a replica's batch has
-            the rows of ``example_target``. It takes some seconds.
-        num_microbatches: m, per ``train_step`` and replica; a schedule of one's own, a plan and
-            ``"auto"`` know it. ``"2bw"`` needs m >= d, ``"2bw_eager"`` m >= 2d-1, ``"pipedream"`` 1
-        schedule: ``"2bw"`` (or None), ``"2bw_eager"``, ``"2bw_split"``, ``"pipedream"``,
-            ``"1f1b"``, ``"gpipe"``, ``"zero_bubble"``, ``"zero_bubble_2p"``, ``"chimera"``,
-            ``"chimera_doubled"``; with several stages per rank ``"interleaved"``,
-            ``"interleaved_2bw"``, ``"looped_bfs"`` or ``"interleaved_zero_bubble"``; with two in a
-            V (arXiv 2405.15362) ``"2bw_v"``, ``"2bw_v_two_thirds"``, ``"2bw_v_half"``,
-            ``"2bw_v_min"``, drained ``"zero_bubble_v"``, ``"v_half"``, ``"v_min"``. Or one's own:
-            what :func:`load_schedule` takes.
+        model: the module, or a list of ``num_stages`` modules to be chained.
+        loss_fn: ``loss_fn(output, target)`` gives the mean over its microbatch's rows, a scalar.
+        plan: what :func:`plan` made, or its path, in place of the options that say how to cut.
+        num_stages: the depth d, or ``"auto"``: as a plan says that is made for this model.
+        num_microbatches: m, per ``train_step`` and replica; ``"2bw"`` needs m >= d.
+        schedule: the name of a method, or a schedule of one's own; None: ``"2bw"``.
         stages_per_rank: v; stage s is on rank s mod d/v, in a V on rank min(s, d-1-s).
-        example_args, example_kwargs: a call of the model: structure, dtypes and trailing shapes,
-            any number of rows >= 1.
-        example_target: with ``num_stages="auto"``: a batch's target.
-        profile: with ``num_stages="auto"``: used in place of measuring. The path of a file that
-            does not exist: what is measured is saved there. So are links between processes that
-            it lacks.
-        split: ``"auto"`` (balanced by cost), or the num_stages - 1 qualified names of modules (or
-            layers) where stages 1, 2, ... begin.
+        example_args, example_kwargs: a call of the model, with any number of rows >= 1.
+        example_target: a batch's target, for ``num_stages="auto"``.
+        profile: in place of measuring, or the path to save it at, for ``num_stages="auto"``.
+        split: ``"auto"`` (balanced by cost), or the names of the layers where stages 1... begin.
         width: replicas w, each fed its own batches; gradients are averaged over them.
-        mesh: which process is which, in place of ``width`` and adjacent ranks: of all processes,
-            with the dimensions "pp" (stages), and "dp" (replicas) where there are several. With
-            "tp" every stage of a replica is that many processes, each with the shard of it that the
-            model it was given holds, in plain tensors: the stages' modules do the collectives among
-            these. All of them are given the same batches.
-        devices: in one process, the device of each stage; the model's own if None. A copy of a
-            stage is on the device of the stage that shares its rank.
+        mesh: which process is which ("pp", "dp", "tp"), in place of ``width`` and adjacent ranks.
+        devices: in one process, the device of each stage; None: the model's own.
         replicated: arguments that every microbatch gets whole; others are split along dimension 0.
-        dynamic_shapes: True: where torch.export captures the model, sizes beside the rows stay open
-            where the model leaves them open (lengths of text), which takes up to three times as
-            long. False: they are the example's. Other ways of capture leave them to the model.
-        recompute: True: every stage keeps of a microbatch in flight only what it received, and
-            runs its forward again before the backward (arXiv 1604.06174); the same random numbers
-            are drawn, and buffers change once.
-            ``"auto"``: the stages that hold several microbatches at once. Or one bool per stage,
-            or names of modules: of each of these only the inputs are kept, and it runs again when
-            its gradient arrives. Hooks run twice, and Python code with effects of its own; where a
-            schedule has I and W, those of named modules three times. Inside there may be no
-            torch.Generator of the model's own.
-        accumulate: n; n ``train_step`` calls are one batch, followed by one ``opt.step()``. Its
-            gradient is the mean of theirs (their sum under ``loss_reduction="sum"``), t counts
-            batches, and each call gives its own loss. Replicas add up gradients once per batch, as
-            under DDP's ``no_sync``; see :meth:`no_sync` for numbers of calls that vary.
-        loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows: then losses and
-            gradients of the microbatches are added, divided by the ``normalizer`` if there is one.
-        normalizer: with sums, what they are sums over: gradient and loss of a batch are the sum of
-            all its losses, divided by the sum of its replicas' normalizers. So padded or packed
-            text has the mean over its tokens, however they lie in microbatches, ``train_step``
-            calls and replicas. True: each ``train_step`` is given it. A function of the target
-            gives it, not under ``accumulate``. Where it is 0, so are gradients and loss.
-        metrics: names -> ``fn(output, target)``, called on the last stage for every microbatch in
-            training, without gradients: a mean over its rows. Means over the batch are in
-            ``train_step(...).metrics``, on every rank.
-        warmup_batches: n: the first n batches of the pipeline's life are trained without a delay,
-            v(t) = t, the pipeline drained before each (PipeMare's T3, arXiv 1910.05124). Then the
-            schedule's rule, counted from there: batch t reads W(max(t - delay, n - 1)) on a stage.
-            Batch n reads what n - 1 read, without a drain. Loaded weights begin no new warm-up.
-        compile: True, or a dict of ``torch.compile``'s options: each stage's forward and backward
-            are compiled when they first run, once for all weight versions. Not with ``recompute``.
-        bucket_cap_mb: with several replicas (or copies of a stage), MiB of gradients that they add
-            up at once, beginning while the batch's last microbatch still gives others (arXiv
-            2006.15704, section 3.2.3). Everything at the end: ``math.inf``.
-        replica_sums: ``"ordered"``: replicas add up their gradients in the replicas' order, to the
-            same bits over any backend. ``"all_reduce"``: in the backend's, by as many bytes.
-        precision: ``"bf16"`` or ``"fp16"``: stages compute with weights of that dtype, as after
-            ``model.to(dtype)``: floating-point parameters, buffers and arguments are converted;
-            BatchNorm and InstanceNorm modules with statistics stay in float32. Frozen parameters
-            have no masters: they stay as rounded. What is trained has float32 masters, gradients
-            and moments; each version is the master's rounding (arXiv 1710.03740). ``loss_fn`` gets
-            outputs of the stages' dtype, and targets as they are. ``parameters()``,
-            ``state_dict()``, ``load_state_dict()`` and ``unsplit()`` give and take the masters.
-            ``"fp32"``: everything is float32. None: the model's own dtypes, stepped in them. A
-            dtype in which the device multiplies no matrices is refused.
-        split_master: with ``"bf16"``, keeps of each master the 16 bits that the newest weight does
-            not have: 18 bytes per parameter with Adam and ``"2bw"`` in place of 20. A master half
-            way between two bfloat16 has the weight of larger magnitude, not the even one; all else
-            is the same. ``parameters()`` are the bfloat16 weights; optimizers SGD, Adam or AdamW.
-        gradient_dtype: ``torch.bfloat16``, with ``"bf16"``: gradients of bfloat16 weights take 2
-            bytes per parameter in place of 4. They are added in the order of microbatches, then of
-            replicas; every sum is rounded, and what a loss scale or clipping multiplies. Norms are
-            float32, and so is the step. None: gradients are float32.
-        optimizer_device: ``"cpu"``: the optimizer steps in the host's memory, which has its state
-            and the masters; gradients go down in the last microbatch's backward, weights up beside
-            the next batch. The device keeps versions and gradients: with Adam, ``"2bw"`` and
-            ``"bf16"`` 8 bytes per parameter. The bits are the CPU optimizer's: SGD, Adam or AdamW.
-            ``parameters()`` are the stages' weights, as with ``split_master``.
-        autocast: ``torch.bfloat16`` or ``torch.float16``: forwards and ``loss_fn`` run under
-            ``torch.autocast`` of that dtype, without its cache of cast weights.
-        random: ``"keyed"``: the random numbers that training draws (dropout) follow from
-            :attr:`random_seed`, the train_step, the microbatch among those of all replicas and the
-            draw's number in the unsplit model. So they are the same in threads and processes, under
-            every schedule, at every depth and with ``recompute``, and torch's default generators,
-            which the script uses, are left alone (but see the README for GPUs).
-            :func:`reference_random` makes the unsplit model draw them. ``"torch"``: stages draw
-            from those, which all threads share; not with ``recompute``. Evaluation always does.
-        graphs: ``"auto"``: forwards and backwards become a device's graphs (CUDA), a launch each
-            without Python; see :meth:`graph_report`. True: what cannot be recorded raises.
+        dynamic_shapes: whether torch.export leaves all sizes open that the model leaves open.
+        recompute: which stages or modules run their forward again in the backward (arXiv
+            1604.06174), to keep their inputs only; ``"auto"``: stages of several microbatches.
+        accumulate: n ``train_step`` calls are one batch, followed by one ``opt.step()``.
+        loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows.
+        normalizer: with sums, what they are sums over: True: given to each ``train_step``, or a
+            function of the target. Gradient and loss are divided by its sum over the batch.
+        metrics: names -> ``fn(output, target)``, means over rows; see ``train_step(...).metrics``.
+        warmup_batches: the first so many are trained without a delay (arXiv 1910.05124).
+        compile: True, or a dict of ``torch.compile``'s options, for each stage.
+        bucket_cap_mb: MiB of gradients that replicas add up at once (arXiv 2006.15704).
+        replica_sums: ``"ordered"``: in the replicas' order, or ``"all_reduce"``: in the backend's.
+        precision: ``"bf16"`` or ``"fp16"``: stages compute in it, with float32 masters (arXiv
+            1710.03740); ``"fp32"``: everything is float32; None: the model's own dtypes.
+        split_master: with ``"bf16"``, keeps of masters what the newest weights do not have.
+        gradient_dtype: ``torch.bfloat16``, with ``"bf16"``: of the sums of gradients.
+        optimizer_device: ``"cpu"``: the optimizer steps in the host's memory.
+        autocast: ``torch.bfloat16`` or ``torch.float16``, for forwards and ``loss_fn``.
+        random: ``"keyed"``: what training draws follows from :attr:`random_seed` and the draw's
+            place, the same at every depth. ``"torch"``: from torch's default generators.
+        graphs: ``"auto"`` or True: forwards and backwards become a device's graphs (CUDA).
         timeout: seconds that a rank waits for another before the pipeline fails.
 
     Attributes:
