@@ -98,6 +98,8 @@ def materialize(root: nn.Module, names: Collection[str]) -> set[str]:
     Raises:
         ValueError: a parameter was changed since :func:`deferred_init` returned.
     """
+    if not is_on_meta(root):
+        return set()
     named = dict(root.named_parameters()) | dict(root.named_buffers())
     without_values = set()
     made: dict[int, torch.Tensor] = {}

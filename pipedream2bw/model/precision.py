@@ -104,6 +104,9 @@ class Precision:
 
         Gives the addresses of the storages that its parameters had before, with their names.
         """
+        if self.dtype is None:
+            yield {}
+            return
         tensors = self._tensors()
         storages = {
             tensor.untyped_storage().data_ptr(): name

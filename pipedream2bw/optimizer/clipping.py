@@ -10,7 +10,7 @@ import torch
 from .. import _C
 from ..ranks.boards import make_board
 from ..runtime.lazy_numbers import LazyNumber
-from ..runtime.local_stages import is_apart_from_host
+from ..runtime.local_stages import LocalStage, is_apart_from_host
 from ..runtime.session import Session
 from .options import OptimizerOptions
 
@@ -25,22 +25,32 @@ def install_clipping(
         scale = _C.LossScale(**dataclasses.asdict(options.loss_scale), version=newest)
     norm = _norm(session, options, scale) if options.needs_norm else None
     session.stages.joint_updates.set_norm(norm is not None)
-    number_of = _numbers(session)
+    clips = norm is not None or options.clip_grad_value is not None
     for stage in session.stages:
-        clipping = _C.Clipping(
-            norm=norm,
-            max_norm=math.inf if options.max_grad_norm is None else options.max_grad_norm,
-            parameters=[
-                number_of[name] if stage.weights.counts(name) else -1
-                for name in stage.weights.trainable
-            ],
-            gives_norms=session.grid.pipeline(stage.index) == 0,
-            max_value=options.clip_grad_value,
-            loss_scale=scale,
-        )
-        clips = norm is not None or options.clip_grad_value is not None
-        stage.executor.set_clipping(stage.index, clipping if clips else None)
+        clipping = _of_stage(session, stage, options, norm, scale) if clips else None
+        stage.executor.set_clipping(stage.index, clipping)
     return norm, scale
+
+
+def _of_stage(
+    session: Session,
+    stage: LocalStage,
+    options: OptimizerOptions,
+    norm: _C.GradientNorm | None,
+    scale: _C.LossScale | None,
+) -> _C.Clipping:
+    number_of = _numbers(session)
+    return _C.Clipping(
+        norm=norm,
+        max_norm=math.inf if options.max_grad_norm is None else options.max_grad_norm,
+        parameters=[
+            number_of[name] if stage.weights.counts(name) else -1
+            for name in stage.weights.trainable
+        ],
+        gives_norms=session.grid.pipeline(stage.index) == 0,
+        max_value=options.clip_grad_value,
+        loss_scale=scale,
+    )
 
 
 def _norm(

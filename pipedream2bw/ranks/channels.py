@@ -87,14 +87,15 @@ class Channels:
     def _make_rings(self, edges: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
         """Joins devices by memory that they share; gives the edges where all ranks could."""
         grid, control = self._grid, self._control
+        if control is None:
+            return set()
         between_devices = [
             (source, destination)
             for source, destination in edges
-            if grid.in_processes
-            and not grid.share_a_rank(source, destination)
+            if not grid.share_a_rank(source, destination)
             and self._devices[source].type == self._devices[destination].type != "cpu"
         ]
-        if control is None or not between_devices:
+        if not between_devices:
             return set()
         made: dict[tuple[int, int], DeviceRing | None] = {}
         for edge in between_devices:

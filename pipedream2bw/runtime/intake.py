@@ -138,7 +138,8 @@ class Intake:
         """
         training = part is not None
         grid = self._grid
-        check_same_batch(grid, announced, listed, training=training)
+        if grid.in_processes:
+            check_same_batch(grid, announced, listed, training=training)
 
         def sizes_of(replica: int) -> list[int]:
             first = grid.process_of(0, replica)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ class LocalModel:
         self._without_values = set(without_values)
         self._stages = stages
         self._extensions = extensions
-        self._first_stages = _first_stages(mode)
+        self._mode = mode
         self.placeholder = nn.Parameter(torch.empty(0, 0))  # a matrix, which Muon takes
 
     def named_parameters(
@@ -202,6 +203,19 @@ class LocalModel:
         """Whether the process runs the first of the stages that have a part of the module."""
         return self._first_stage(module) in self._stages.grid.stages
 
+    @functools.cached_property
+    def _first_stages(self) -> dict[str, int]:
+        """The first stage that has a part of a module, by the names of modules and their parts."""
+        first: dict[str, int] = {}
+        for program in self._mode.programs:
+            layers = [self._mode.captured.layers[i].name for i in program.layers]
+            held = (*program.parameters, *program.unused_parameters, *program.buffers)
+            for name in (*layers, *held):
+                path = name.split(".")
+                for length in range(len(path) + 1):
+                    first.setdefault(".".join(path[:length]), program.index)
+        return first
+
     def _first_stage(self, module: str) -> int:
         """The first of the stages that have a part of the module.
 
@@ -225,16 +239,3 @@ class LocalModel:
         mine |= {name for name, _ in self.named_parameters(remove_duplicate=False)}
         others = root.state_dict().keys() - {name for name, _ in parameters} - buffers
         return mine | {name for name in others if self._has(name.rpartition(".")[0])}
-
-
-def _first_stages(mode: Mode) -> dict[str, int]:
-    """The first stage that has a part of a module, by the names of modules and their parts."""
-    first: dict[str, int] = {}
-    for program in mode.programs:
-        layers = [mode.captured.layers[i].name for i in program.layers]
-        held = (*program.parameters, *program.unused_parameters, *program.buffers)
-        for name in (*layers, *held):
-            path = name.split(".")
-            for length in range(len(path) + 1):
-                first.setdefault(".".join(path[:length]), program.index)
-    return first
