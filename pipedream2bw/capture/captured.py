@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -224,20 +224,6 @@ def layer_name(node: fx.Node) -> str:
     return node.name
 
 
-def values_between(layer_nodes: Sequence[fx.Node]) -> list[tuple[int, int, str]]:
-    """Lists (producer layer, consumer layer, value) of every use of a value in another layer.
-
-    A model input counts as produced by layer 0, whose rank gets the model's arguments.
-    """
-    index_of = {node: index for index, node in enumerate(layer_nodes)}
-    return [
-        (index_of.get(value, 0), consumer, value.name)
-        for consumer, node in enumerate(layer_nodes)
-        for value in node.all_input_nodes
-        if value.op != "get_attr" and index_of.get(value, 0) < consumer
-    ]
-
-
 class _Names:
     """Looks up the names in a graph: parameters and buffers under their canonical names."""
 
@@ -284,46 +270,3 @@ class _Names:
             tuple(dict.fromkeys(self._parameters[id(item)] for item in parameters)),
             tuple(dict.fromkeys(self._buffers[id(item)] for item in buffers)),
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Bond:
-    """Layers first..last have to be on one stage because of ``what``."""
-
-    first: int
-    last: int
-    what: str
-
-
-class Bonds:
-    """The bonds of a model's layers."""
-
-    def __init__(self, bonds: Sequence[Bond]) -> None:
-        self._bonds = bonds
-        self._parting = {cut for bond in bonds for cut in range(bond.first + 1, bond.last + 1)}
-
-    def __iter__(self) -> Iterator[Bond]:
-        return iter(self._bonds)
-
-    def allow(self, cut: int) -> bool:
-        """Tells whether a stage may begin at layer ``cut``."""
-        return cut not in self._parting
-
-
-def bonds_of(captured: Captured) -> Bonds:
-    """Finds the layers that have to be on one stage.
-
-    These share a buffer that one of them writes, or a value that one of them writes in place.
-    Parameters may be on several stages, and so may buffers that are only read.
-    """
-    users: dict[str, list[int]] = {}
-    for layer, names in enumerate(captured.layer_buffers):
-        for name in names:
-            if name in captured.found.written_buffers:
-                users.setdefault(name, []).append(layer)
-    found = [Bond(layers[0], layers[-1], f"buffer {name!r}") for name, layers in users.items()]
-    found.extend(
-        Bond(first, last, f"value {name!r}, which is written in place,")
-        for first, last, name in captured.found.written_values
-    )
-    return Bonds([bond for bond in found if bond.first != bond.last])

@@ -17,8 +17,10 @@ from ..errors import StageError
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.operations import Announcement, Operation
+from ..runtime.closing import close
 from ..runtime.discarding import TakenBack
 from ..runtime.extension import CHECKPOINTER, Extension
+from ..runtime.loading import flush_to_load
 from .commit import retain, steps_in
 from .frequency import Frequency
 from .load import load_from, load_whole
@@ -143,7 +145,7 @@ class Checkpointer(Extension):
             TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
         """
         session = self._session
-        session.flush_for(Operation.load)
+        flush_to_load(session, Operation.load)
         self._under_way.wait_together()
         extra = load_whole(
             session,
@@ -271,7 +273,7 @@ class Checkpointer(Extension):
         try:
             while not self._has_saved_last():
                 pass
-            self._session.close()
+            close(self._session)
         except BaseException as error:
             self._leave(error)
             raise

@@ -19,6 +19,7 @@ from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.operations import Operation
 from ..runtime.extension import Extension
+from ..runtime.loading import flush_to_load, go_on_from, load_model, weights_loaded
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from ..runtime.stage_values import load_versions
@@ -91,7 +92,7 @@ def load(
         TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
     """
     session = pipe.session
-    session.flush_for(Operation.load)
+    flush_to_load(session, Operation.load)
     user_state = UserState(data=data, schedulers=schedulers, extra=extra or {})
     folder = session.together(lambda: Folder(path))
     action = "looking for checkpoints"
@@ -239,7 +240,7 @@ def load_from(
         weights = reading(source.weights)
         mine = session.local_model.wanted(weights.names)
         entries = reading(lambda: weights.read(mine))
-        session.load(lambda: Checkpoint(weights.names, lambda _: entries), strict=True)
+        load_model(session, lambda: Checkpoint(weights.names, lambda _: entries), strict=True)
         return {}
     prepared = reading(lambda: _Prepared(source, session, opt, user_state, generators=generators))
     with contextlib.ExitStack() as undo:  # also where another rank's object refuses
@@ -503,12 +504,13 @@ class _Prepared:
                     buffers[name].copy_(value)
             session.local_model.loaded([*self._weights[stage.index][manifest.batch], *buffers])
         session.local_model.load_extra_state(self._model_state)
-        session.go_on_from(
+        go_on_from(
+            session,
             train_steps=manifest.train_steps,
             updates=manifest.batch,
             random_seed=manifest.random_seed,
         )
-        session.weights_loaded()
+        weights_loaded(session)
         if self._opt is not None:
             self._opt.load_snapshot(self._shared, self._states)
         if self._sets_generators:  # again: a module's set_extra_state may have drawn

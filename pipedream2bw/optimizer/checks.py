@@ -51,17 +51,27 @@ def agreed_session_of(
 
     with session.ending.failing_closes():
         session.agree(Operation.new_optimizer, session.num_train_steps, announce)
-        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        same = {"optimizer": kinds, **settings(options)}
-        same["staleness"] = str(Remedies(options.staleness))  # one, or a list of it
-        same["extensions"] = [
-            (type(each).__name__, each.name, saved_by(each) is not None)
-            for each in extensions.values()
-        ]
-        for extension in extensions.values():
-            same |= extension.settings()
-        session.control.agree_on_objects(None, same)
+        session.control.together(lambda: None, same=lambda _: _settings(optimizers, options))
     return session
+
+
+def _settings(
+    optimizers: Sequence[torch.optim.Optimizer], options: OptimizerOptions
+) -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    extensions = options.all_extensions().values()
+    same = {
+        "optimizer": kinds,
+        **settings(options),
+        "staleness": str(Remedies(options.staleness)),  # one, or a list of it
+        "extensions": [
+            (type(each).__name__, each.name, saved_by(each) is not None) for each in extensions
+        ],
+    }
+    for extension in extensions:
+        same |= extension.settings()
+    return same
 
 
 def _check_rules(

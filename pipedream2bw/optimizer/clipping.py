@@ -24,7 +24,8 @@ def install_clipping(
     if options.loss_scale is not None:
         scale = _C.LossScale(**dataclasses.asdict(options.loss_scale), version=newest)
     norm = _norm(session, options, scale) if options.needs_norm else None
-    session.stages.joint_updates.set_norm(norm is not None)
+    if session.stages.joint_updates.have_norm != (norm is not None):
+        session.stages.joint_updates.set_norm(norm is not None)
     clips = norm is not None or options.clip_grad_value is not None
     for stage in session.stages:
         clipping = _of_stage(session, stage, options, norm, scale) if clips else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,47 +12,22 @@ import torch
 from .. import _C
 from ..ranks.operations import Operation
 from ..runtime.discarding import TakenBack
-from ..runtime.extension import OPTIMIZER, Extension, Kept, Update, joined, parted, saved_by
+from ..runtime.extension import OPTIMIZER, Extension, Update
 from ..runtime.local_stages import LocalStage
 from ..runtime.stage_weights import StageWeights
-from .checks import agreed_session_of, common_defaults, stepping
+from .checks import agreed_session_of, common_defaults
 from .clipping import GradNorm, install_clipping
 from .delay_warning import warn_of_delay
-from .fused import (
-    Holder,
-    fused_kind,
-    fused_options,
-    load_states,
-    set_fused,
-    show_states,
-    take_states,
-)
+from .fused import fused_options, set_fused
 from .loss_scale import LossScale, NewestScale
 from .options import OptimizerOptions
-from .own_step import (
-    StageStepper,
-    changes,
-    first_states,
-    keep_from_zeroing,
-    options_of,
-    steps_in,
-    take_over_counters,
-)
-from .shares import all_shares, forget_others, whole_states
+from .own_step import changes, keep_from_zeroing, steps_in
+from .saved_state import SavedState
 from .staleness import Remedies, Remedy
-from .state_by_name import (
-    OptimizerSnapshot,
-    SharedState,
-    StateByName,
-    as_state_dict,
-    state_of_all,
-    states_of_each,
-)
+from .state_by_name import OptimizerSnapshot, SharedState, StateByName
 from .step_remedies import StepRemedies
 from .verdicts import let_updates_wait
-
-_NOT_BEGUN = "made no step yet: call init_state() before torch.distributed.checkpoint.load()"
-"""A key that no saved state has, so that loading it fails, which else would load nothing."""
+from .wrapped import Wrapped
 
 
 class PipelineOptimizer(torch.optim.Optimizer):
@@ -123,7 +98,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
         session = agreed_session_of(optimizers, options)
         remedies = Remedies(staleness)
         self._session, self._shard_state = session, shard_state
-        self._remedies = remedies
         self._step_remedies = StepRemedies(
             remedies, session.schedule.delay, session.stages.options.given.warmup_batches
         )
@@ -136,24 +110,21 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._norm, self._scale = install_clipping(session, options)
         self._measures = max_grad_norm is not None
         self._grad_norm: GradNorm | None = None
-        self._first_step = -1 if any(any(o.state.values()) for o in optimizers) else None  # a batch
-        self._room: list[StateByName] = []  # of each, to be loaded into
         super().__init__([{"params": []}], {})  # not theirs, to which it would add defaults
-        self._wrapped = optimizers
+        self._wrapped = wrapped = Wrapped(session, optimizers)
         self.defaults = common_defaults(optimizers)
-        self._weights = [stage.weights for stage in session.stages]
-        self._kinds = [
-            fused_kind(each.optimizer, each.dtypes) for each in stepping(session, optimizers)
-        ]
         self._share()
         if shard_state:
             with session.ending.failing_closes():
                 session.grid.join_savers()
         # In one order on all ranks: a stage may wait there for its copies.
-        for weights in sorted(self._weights, key=lambda weights: weights.index_in_model):
+        for weights in sorted(wrapped.weights, key=lambda weights: weights.index_in_model):
             self._take_over(weights)
-        self._make_steppers()
-        let_updates_wait(session, self._kinds, has_norm=self._norm is not None)
+        wrapped.make_steppers()
+        self._saved = SavedState(
+            session, wrapped, self.extensions, remedies=self._step_remedies, scale=self._scale
+        )
+        let_updates_wait(session, wrapped.kinds, has_norm=self._norm is not None)
         session.extensions.put(OPTIMIZER, [self._charge, *self.extensions])
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
@@ -164,10 +135,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, weights: StageWeights) -> None:
         """Makes the engine step a stage's weights as these optimizers do."""
-        session, holders = self._session, self._holders()
+        session, wrapped = self._session, self._wrapped
+        holders = wrapped.holders()
         with session.ending.failing_closes():
             weights.engine.arrange(
-                reads_first=None not in self._kinds,
+                reads_first=None not in wrapped.kinds,
                 waits=self._norm is not None,
                 fault=session.control.fault,
             )
@@ -181,7 +153,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._step_remedies.take_over(weights)
         set_fused(
             weights,
-            self._kinds,
+            wrapped.kinds,
             self.param_groups,
             holders,
             keeps_bfloat16=self._step_remedies.keeps_bfloat16,
@@ -193,10 +165,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         The pipeline calls it, when it takes batches back.
         """
         self._grad_norm = None
-        if self._first_step is not None and self._first_step >= taken.batch:
-            self._first_step = None
-        for stepper in self._steppers.values():
-            stepper.take_back(taken.batch)
+        self._wrapped.take_back(taken.batch)
 
     def _check_in_charge(self) -> None:
         if self._charge not in self._session.extensions.at(OPTIMIZER):
@@ -207,37 +176,16 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> None:
         """Takes the very groups of the wrapped ones, so that edits of either are seen by both."""
-        if len(self._wrapped) == 1:
-            (optimizer,) = self._wrapped
+        optimizers = self._wrapped.optimizers
+        if len(optimizers) == 1:
+            (optimizer,) = optimizers
             self.param_groups = optimizer.param_groups
             self.state = optimizer.state
         else:
-            self.param_groups = [group for each in self._wrapped for group in each.param_groups]
+            self.param_groups = [group for each in optimizers for group in each.param_groups]
             self.state = collections.defaultdict(dict)
-            for optimizer in self._wrapped:
+            for optimizer in optimizers:
                 self.state.update(optimizer.state)
-
-    def _make_steppers(self) -> None:
-        self._options = {  # as the last step() saw them
-            number: options_of(optimizer.param_groups)
-            for number, optimizer in enumerate(self._wrapped)
-            if self._kinds[number] is None
-        }
-        self._steppers = {
-            (number, weights.index): StageStepper(self._wrapped[number], weights)
-            for number in self._options
-            for weights in self._weights
-        }
-
-    def _groups(self) -> Iterator[Holder]:
-        """Every group as it is now, with its optimizer and the fused pass that computes that."""
-        for kind, optimizer in zip(self._kinds, self._wrapped, strict=True):
-            for group in optimizer.param_groups:
-                yield kind, optimizer, group
-
-    def _holders(self) -> dict[int, Holder]:
-        """What holds each parameter, by its id: see :meth:`_groups`."""
-        return {id(parameter): each for each in self._groups() for parameter in each[2]["params"]}
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Registers the update of the last ``train_step``'s batch; returns at once.
@@ -250,20 +198,18 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise TypeError("step(closure): a pipeline computes the gradient in train_step()")
         self._check_in_charge()
+        wrapped = self._wrapped
         fused = [
             _C.GroupOptions() if kind is None else fused_options(optimizer, group)
-            for kind, optimizer, group in self._groups()
+            for kind, optimizer, group in wrapped.groups()
         ]
         if len(fused) != len(self.param_groups):
             raise ValueError(
                 f"param_groups: {len(fused)}, when the PipelineOptimizer was made: "
                 f"{len(self.param_groups)}: make a new one over the changed optimizers"
             )
-        current = {
-            number: options_of(self._wrapped[number].param_groups) for number in self._options
-        }
-        changed = {number: changes(current[number], self._options[number]) for number in current}
-
+        current = wrapped.own_options()
+        changed = {number: changes(current[number], wrapped.seen[number]) for number in current}
         batch = self._session.accumulation.num_updates
         for extension in self.extensions:
             extension.before_step(batch)
@@ -271,7 +217,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             if self._norm is not None:
                 self._grad_norm = GradNorm(self._session, self._norm)
             for stage in self._session.stages.in_update_order:
-                steppers = [self._steppers[number, stage.index] for number in changed]
+                steppers = [wrapped.steppers[number, stage.index] for number in changed]
                 for stepper, groups in zip(steppers, changed.values(), strict=True):
                     stepper.change(batch, groups)
                 update = Update(batch, stage.weights, _is_stale(stage, batch))
@@ -282,11 +228,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
                     groups=self._step_remedies.fused_options(update, fused),
                     step=steps_in(update, steppers, divisor, self.extensions),
                 )
-            self._options, self._room = current, []
-            self._first_step = batch if self._first_step is None else self._first_step
+            wrapped.stepped(batch, current)
             for extension in self.extensions:
                 extension.step_submitted(batch)
-            for optimizer in self._wrapped:
+            for optimizer in wrapped.optimizers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
 
     @property
@@ -341,9 +286,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def _call(self, name: str) -> None:
         self._check_in_charge()
         self._session.flush_for(Operation.flush)
-        for stepper in self._steppers.values():
+        for stepper in self._wrapped.steppers.values():
             stepper.call(name)
-        self._read_counters()
+        self._wrapped.read_counters()
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's ``state_dict`` for this process's parameters. Drains.
@@ -354,45 +299,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         ``"replica_sync"``. Every rank calls it.
         """
         self._check_in_charge()
-        self._session.flush_to_read(Operation.optimizer_state_dict)
-        show_states(self._groups(), self._weights)
-        self._read_counters()
+        result = self._saved.state_dict()
         self._share()
-        with whole_states(self._session, self._wrapped, self._weights):
-            result = state_of_all(self._wrapped, self._names(), self._room)
-        if not self._room and self._first_step is None:
-            result[_NOT_BEGUN] = True
-        if self._scale is not None:
-            result["loss_scale"] = {  # as in GradScaler.state_dict()
-                "scale": self._scale.of_version(self._session.accumulation.num_updates),
-                "_growth_tracker": self._scale.growth_tracker,
-            }
-        for extension in self._that_keep():
-            kept: Kept = {}
-            for weights in self._weights:
-                kept |= self._whole(weights, extension.kept(weights))
-            result[extension.name] = {**(saved_by(extension) or {}), "kept": joined(kept)}
         return result
-
-    def _that_keep(self) -> list[Extension]:
-        """The extensions whose state is saved: of remedies only where there are any."""
-        return [
-            each
-            for each in self.extensions
-            if saved_by(each) is not None and (each is not self._step_remedies or self._remedies)
-        ]
-
-    def _whole(self, weights: StageWeights, kept: Kept) -> Kept:
-        """Copies of what is kept of a stage, with what other replicas keep of it."""
-        if weights.engine.is_shared and not self._session.ending.has_failed:
-            return all_shares(self._session, weights, kept)
-        return {
-            name: {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in of_one.items()
-            }
-            for name, of_one in kept.items()
-        }
 
     def init_state(self) -> None:
         """Makes room for ``torch.distributed.checkpoint.load``, which fills what is there. Drains.
@@ -404,20 +313,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             ValueError: with a remedy that corrects steps: its state cannot be known before.
         """
         self._check_in_charge()
-        for extension in self._that_keep():
-            if extension is not self._step_remedies or self._remedies.correction is not None:
-                raise ValueError(
-                    f"init_state: {extension.name}: {extension}: its state cannot be known before "
-                    "it is loaded; pipedream2bw.load() can load it"
-                )
-        self._session.flush_for(Operation.optimizer_state_dict)
-        if self._first_step is None:
-            names = self._names()
-            self._room = [first_states(each, self._weights, names) for each in self._wrapped]
-
-    def _names(self) -> dict[int, str]:
-        """This process's parameters' names, by id."""
-        return {id(p): name for name, p in self._session.local_model.named_parameters()}
+        self._saved.init_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` or a stock optimizer's gave. Drains. Every rank calls it.
@@ -427,42 +323,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         self._check_in_charge()
         self._session.flush_for(Operation.optimizer_load_state_dict)
-        self._session.together(lambda: self._load(state_dict))
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        known = self._session.local_model.persistent_names()
-        states = states_of_each(state_dict, self._wrapped, self._names(), known)
-        self._first_step, self._room = -1, []
-        on_host = self._session.stages.options.optimizer_on_host
-        load_states(self._wrapped, states, self._weights, on_host=on_host)
-        if self._scale is not None and "loss_scale" in state_dict:
-            version, scale = self._session.accumulation.num_updates, state_dict["loss_scale"]
-            self._scale.set(version, float(scale["scale"]), int(scale["_growth_tracker"]))
+        self._session.together(lambda: self._saved.load(state_dict))
         self._share()
-        self._make_steppers()
-        for extension in self.extensions:
-            state = state_dict.get(extension.name)
-            kept = {} if state is None else parted(state["kept"])
-            extension.load(state, kept, self._weights)
-        take_states(self._holders(), self._weights)
-        forget_others(self._wrapped, self._weights)
 
     def snapshot(self) -> OptimizerSnapshot:
         """What the last :meth:`step` will leave, to be read when every stage has made it."""
         self._check_in_charge()
-        extensions = [each for each in self.extensions if saved_by(each) is not None]
-        return OptimizerSnapshot(
-            optimizers=self._wrapped,
-            holders=self._holders(),
-            options=[options_of(optimizer.param_groups) for optimizer in self._wrapped],
-            seen=self._options,
-            steppers=self._steppers,
-            extensions=extensions,
-            saved={each.name: saved_by(each) or {} for each in extensions},
-            scale=self._scale,
-            staleness=str(self._remedies),
-            names=self._names(),
-        )
+        return self._saved.snapshot()
 
     def check_snapshot(self, shared: SharedState) -> None:
         """Raises ValueError if these optimizers cannot go on from a snapshot."""
@@ -470,22 +337,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def load_snapshot(self, shared: SharedState, states: StateByName) -> None:
         """Goes on where a snapshot was made, with this process's part of the state. Drained."""
-        self._load(as_state_dict(shared, states, self._session.local_model.tied_names()))
-        for version, scale in sorted(shared["loss_scales"].items()):
-            assert self._scale is not None
-            self._scale.set(version, scale, shared["growth_tracker"])
+        self._saved.load_snapshot(shared, states)
+        self._share()
 
     def __repr__(self) -> str:
         how = {True: "its own step on a copy of the weights", False: "one fused pass"}
-        each = zip(self._kinds, self._wrapped, strict=True)
+        each = zip(self._wrapped.kinds, self._wrapped.optimizers, strict=True)
         return "\n".join(f"PipelineOptimizer({how[kind is None]})\n{opt!r}" for kind, opt in each)
-
-    def _read_counters(self) -> None:
-        """Takes over what the stages' optimizers changed in their groups; all are drained."""
-        for number, seen_by_group in self._options.items():
-            steppers = [self._steppers[number, weights.index] for weights in self._weights]
-            stepper = next((each for each in steppers if not each.is_empty), steppers[0])
-            take_over_counters(stepper.options(), self._wrapped[number].param_groups, seen_by_group)
 
 
 class _Charge(Extension):

@@ -19,35 +19,38 @@ class StepRemedies(Extension):
     Args:
         delays: of each stage of the schedule.
         warmup_batches: which have no delay.
+
+    Attributes:
+        remedies: as given.
     """
 
     name = "staleness"
 
     def __init__(self, remedies: Remedies, delays: Sequence[int], warmup_batches: int) -> None:
-        self._remedies = remedies
+        self.remedies = remedies
         self._delays = delays
         self._warmup_batches = warmup_batches
         self._corrections: dict[int, StepCorrection] = {}  # by stage
         self._delayed_batches = 0  # steps since the warm-up
 
     def __str__(self) -> str:
-        return type(self._remedies.correction).__name__
+        return type(self.remedies.correction).__name__
 
     @property
     def keeps_bfloat16(self) -> bool:
         """Whether fused passes round what error feedback keeps of them."""
-        rule = self._remedies.correction
+        rule = self.remedies.correction
         return rule is not None and rule.keeps_bfloat16
 
     def take_over(self, weights: StageWeights) -> None:
         """From now on the stage's steps are corrected. Drained."""
-        rule = self._remedies.correction
+        rule = self.remedies.correction
         if rule is not None:
             self._corrections[weights.index] = StepCorrection(rule, weights)
 
     def divisor(self, stage: int, batch: int) -> float:
         """The divisor of a stage's learning rates in a batch's update."""
-        discount = self._remedies.discount
+        discount = self.remedies.discount
         if discount is None or batch < self._warmup_batches:
             return 1.0
         return discount.divisor(self._delays[stage], self._delayed_batches)

@@ -20,11 +20,14 @@ from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..model.metrics import Metric
 from ..options import Options
 from ..ranks.operations import Operation
+from ..runtime.closing import close, give_back
 from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
+from ..runtime.discard_batch import discard_batch, discard_left
 from ..runtime.evaluation import evaluate
 from ..runtime.given import Call
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.lazy_numbers import Loss
+from ..runtime.loading import load_model
 from ..runtime.microbatch import Microbatch
 from ..runtime.stage_memory import MemoryReport, memory_of
 from ..runtime.timeline import Timeline, recording
@@ -269,6 +272,7 @@ class PipelineModule(nn.Module):
                 :meth:`no_sync` and others not, a missing normalizer or one too many.
             StageError: the pipeline has failed; its attributes say where and why.
         """
+        discard_left(self.session)
         call = Call(Microbatch(*args, target=target, **kwargs), microbatches, normalizer)
         return Loss(self.session, self.session.train_step(call, is_train=self.training))
 
@@ -307,7 +311,7 @@ class PipelineModule(nn.Module):
         Every rank calls it; drains. The next batch reads the newest weights. After an interrupt the
         next ``train_step`` does it by itself.
         """
-        return self.session.discard_batch()
+        return discard_batch(self.session)
 
     def forward(
         self, *args: Any, microbatches: Iterable[Microbatch] | None = None, **kwargs: Any
@@ -344,7 +348,7 @@ class PipelineModule(nn.Module):
             raise RuntimeError(
                 "unsplit() works in one process; under torchrun use full_state_dict()"
             )
-        self.session.give_back()
+        give_back(self.session)
         return self.session.model
 
     # ------------------------------------------------------------------ reports
@@ -628,7 +632,7 @@ class PipelineModule(nn.Module):
         """
         if assign:
             raise ValueError("assign: True, only False is supported: the pipeline owns the memory")
-        return self.session.load(lambda: Checkpoint.of(state_dict), strict=strict)
+        return load_model(self.session, lambda: Checkpoint.of(state_dict), strict=strict)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], *, prefix: str = "", strict: bool = True
@@ -653,7 +657,7 @@ class PipelineModule(nn.Module):
             RuntimeError: missing or unexpected entries, or other shapes; on every rank.
             ImportError: safetensors is not installed (``pip install pipedream2bw[safetensors]``).
         """
-        return self.session.load(lambda: open_checkpoint(path, prefix), strict=strict)
+        return load_model(self.session, lambda: open_checkpoint(path, prefix), strict=strict)
 
     # ------------------------------------------------------------------ ending
 
@@ -683,7 +687,7 @@ class PipelineModule(nn.Module):
         Raises:
             StageError: on every rank: the last batch was discarded. The pipeline is closed.
         """
-        self.session.close()
+        close(self.session)
 
     def abort(self) -> None:
         """Ends this process's part at once, without waiting for any other rank.

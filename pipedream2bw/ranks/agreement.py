@@ -159,7 +159,7 @@ class ControlPlane:
         settings = same if isinstance(same, Mapping) else {}
         try:
             made.append(make())
-            if callable(same):
+            if callable(same) and self.peers is not None:
                 settings = same(made[0])
         except Exception as raised:
             error = raised

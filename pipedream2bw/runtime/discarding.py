@@ -79,7 +79,11 @@ class Discarding:
         """Batches get numbers that others had before. Drained."""
         self._begun.clear()
         self._taken_back.append(None)
-        self._stages.count_anew()
+        self._stages.verdicts.forget()
+        for executor in self._stages.executors:
+            executor.count_anew()
+        for stage in self._stages:
+            stage.runner.count_anew()
 
     def take_back(self, batch: int, num_train_steps: int) -> tuple[TakenBack, BaseException | None]:
         """Makes as if the batch and all later ones had not been; every rank does, drained.
@@ -98,7 +102,12 @@ class Discarding:
         begun = self._begun.get(batch, now)
         discarded = tuple(range(begun.train_steps, num_train_steps))
         updates = max(0, self._accumulation.num_updates - batch)
-        stages.take_back(batch, begun.train_steps, batches=not is_evaluation)
+        for executor in stages.executors:
+            executor.take_back(batch, begun.train_steps)
+        if not is_evaluation:
+            stages.verdicts.forget()
+        for stage in stages:
+            stage.runner.take_back(batch, begun.train_steps)
         text = f"{failure}. The evaluation was discarded, the pipeline is open"
         if not is_evaluation:
             shown = ", ".join(map(str, discarded))

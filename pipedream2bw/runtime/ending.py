@@ -126,7 +126,10 @@ class Ending:
         for stage in self._stages:  # what has been made can still be read
             stage.weights.show_newest()
         for stage in self._stages:  # no update is under way any more
-            stage.weights.remove_guards()
+            for guard in stage.weights.guards:
+                guard.remove()
+            for handle in stage.weights.handles:
+                handle.grad = None
 
     def at_exit(self) -> None:
         """Work that others wait for is finished first."""

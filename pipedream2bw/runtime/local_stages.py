@@ -86,6 +86,8 @@ class LocalStages:
         joint_updates: which stages make their updates together.
         in_update_order: the stages, those of a rank as the schedule updates them.
         updates_wait: whether each waits until no stage can fail in its batch.
+        executors: of this process's ranks.
+        verdicts: of all stages on each batch.
     """
 
     def __init__(
@@ -125,16 +127,16 @@ class LocalStages:
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
         self.in_update_order = self._with_executors(weights)
         self._stages = sorted(self.in_update_order, key=lambda stage: stage.index)
-        self._executors = list(dict.fromkeys(stage.executor for stage in self.in_update_order))
+        self.executors = list(dict.fromkeys(stage.executor for stage in self.in_update_order))
         on_devices = grid.in_processes and any(device.type != "cpu" for device in options.devices)
         self.joint_updates = JointUpdates(
             schedule,
             [tie.stages for tie in ties if is_trained(tie, root)],
-            self._executors if on_devices else [],
+            self.executors if on_devices else [],
         )
         self._tickets: list[list[int]] = []  # of unfinished train_steps, one for each executor
         peers = control.peers
-        self._verdicts = _C.BatchVerdicts(
+        self.verdicts = _C.BatchVerdicts(
             num_stages=len(self._stages),
             discards=control.discards,
             group="" if peers is None else peers.verdict_group.group_name,
@@ -144,10 +146,10 @@ class LocalStages:
         self.end = weakref.finalize(
             self,
             _end_engine,
-            self._executors,
+            self.executors,
             [stage.runner.thread for stage in self._stages],
             self.losses,
-            self._verdicts,
+            self.verdicts,
             self._channels,
             control,
             grid,
@@ -321,7 +323,7 @@ class LocalStages:
 
     def submit_train_step(self, run: _C.Run) -> None:
         """Begins a train_step."""
-        self._tickets.append([executor.submit_run(run) for executor in self._executors])
+        self._tickets.append([executor.submit_run(run) for executor in self.executors])
 
     def let_updates_wait(self, waits: bool) -> None:
         """Makes updates wait until no stage can fail in their batch, or not.
@@ -330,47 +332,10 @@ class LocalStages:
         """
         if waits:
             self.schedule.check_global_updates()
-        verdicts = self._verdicts if waits else None
-        for executor in self._executors:
+        verdicts = self.verdicts if waits else None
+        for executor in self.executors:
             executor.set_verdicts(verdicts)
         self.updates_wait = waits
-
-    def take_back(self, batch: int, run: int, *, batches: bool) -> None:
-        """Makes the stages as they were before a batch, whose first run has that number.
-
-        Drained, and all updates before it have been made.
-
-        Args:
-            batches: False: only an evaluation is taken back.
-        """
-        for executor in self._executors:
-            executor.take_back(batch, run)
-        if batches:
-            self._verdicts.forget()
-        for stage in self._stages:
-            stage.runner.take_back(batch, run)
-
-    def count_anew(self) -> None:
-        """Batches and train_steps get numbers that others had before. Drained."""
-        self._verdicts.forget()
-        for executor in self._executors:
-            executor.count_anew()
-        for stage in self._stages:
-            stage.runner.count_anew()
-
-    def submit_evaluation(self, run: _C.Run) -> None:
-        """Begins an evaluation."""
-        for executor in self._executors:
-            executor.submit_evaluation(run)
-
-    def record(self, on: bool) -> None:
-        """Whether executed actions are recorded."""
-        for executor in self._executors:
-            executor.record(on)
-
-    def take_records(self) -> list[_C.ExecutedAction]:
-        """Gives the recorded actions and forgets them."""
-        return [action for executor in self._executors for action in executor.take_record()]
 
     def wait_for_room(self, max_unfinished: int) -> None:
         """Waits until fewer than ``max_unfinished`` train_steps are unfinished."""
@@ -381,7 +346,7 @@ class LocalStages:
     def drain(self) -> None:
         """Runs the schedule's epilogue on every stage and waits for it."""
         with interrupts_later():
-            for executor in self._executors:
+            for executor in self.executors:
                 executor.submit_drain()
             self.losses.drain()
         self._finish()
@@ -393,12 +358,12 @@ class LocalStages:
             self._finish()
 
     def _finish(self) -> None:
-        self._wait_for([executor.last_ticket for executor in self._executors])
-        for executor in self._executors:
+        self._wait_for([executor.last_ticket for executor in self.executors])
+        for executor in self.executors:
             executor.join_here()
 
     def _wait_for(self, tickets: Sequence[int]) -> None:
-        for executor, ticket in zip(self._executors, tickets, strict=True):
+        for executor, ticket in zip(self.executors, tickets, strict=True):
             executor.wait(ticket)
 
     def take_error(self, kept: int) -> BaseException | None:

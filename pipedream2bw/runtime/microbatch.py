@@ -143,38 +143,3 @@ def combined_hash(rows: Sequence[int], shapes: Sequence[int]) -> int:
 def _hash(described: object) -> int:
     digest = hashlib.blake2b(repr(described).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
-
-
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The outputs of the microbatches joined along dimension 0.
-
-    A floating-point tensor without dimensions is a mean over its microbatch's rows, as a loss is:
-    the result is the mean over all rows.
-
-    Raises:
-        ValueError: there are several microbatches and an output is another tensor that has not as
-            many rows as its microbatch.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-    spec = pytree.tree_structure(outputs[0])
-    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
-    return pytree.tree_unflatten([_joined(leaves, sizes) for leaves in columns], spec)
-
-
-def _joined(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = leaves[0]
-    if not isinstance(first, torch.Tensor):
-        return first
-    if first.dim() == 0 and first.is_floating_point():
-        shares = [size / sum(sizes) for size in sizes]
-        return sum(leaf * share for leaf, share in zip(leaves, shares, strict=True))
-    for leaf, size in zip(leaves, sizes, strict=True):
-        shape = list(torch.as_tensor(leaf).shape)
-        if not shape or shape[0] != size:
-            raise ValueError(
-                f"the model's output has shape {shape} for a microbatch of {size} "
-                "rows: outputs of microbatches are joined along dimension 0, so it must have the "
-                "microbatch's rows (or be one floating-point number, their mean)"
-            )
-    return torch.cat(list(leaves))

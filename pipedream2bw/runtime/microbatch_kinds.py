@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..model.added_loss import LossWeight
+from .run_again import with_tensors
 from .runner import GivenMicrobatch, RunInputs, StageRunner
 
 _MOST_KINDS = 64
@@ -136,7 +137,7 @@ class RecordedForwards:
         looked = self._looked
         if call.given is not None:
             assert looked is not None, "look() comes before a recording"
-            given = looked.given.with_tensors(call.given)
+            given = with_tensors(looked.given, call.given)
             with self._kinds.recording():
                 return self._runner.train(looked.inputs, given, call)
         if call.again:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..stages.recompute import BufferPlaces, Replay, Replayer
@@ -62,7 +64,7 @@ class RunAgain:
         """Runs a microbatch's forward again, by the runner's ``compute``."""
         bound, replay, given, bytes_kept = self._kept.pop((call.run, call.microbatch))
         with replay.again():
-            given = given.with_tensors(replay.inputs)
+            given = with_tensors(given, replay.inputs)
             messages, loss, _ = compute(bound, call.slot, given, call.inbound)
         return _C.ForwardResult(outbound=messages, loss=loss, bytes_kept=bytes_kept)
 
@@ -73,3 +75,12 @@ class RunAgain:
     def forget(self) -> None:
         """Drops all that was kept."""
         self._kept.clear()
+
+
+def with_tensors(given: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """A microbatch's inputs with other tensors in the places of theirs."""
+    remaining = iter(tensors)
+    values, target = pytree.tree_map_only(
+        torch.Tensor, lambda _: next(remaining), (given.values, given.target)
+    )
+    return dataclasses.replace(given, values=values, target=target)

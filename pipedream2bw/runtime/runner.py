@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..capture.saved_bytes import SavedBytes
@@ -138,14 +137,6 @@ class GivenMicrobatch:
 
     def tensors(self) -> list[torch.Tensor]:
         return tensors_in((self.values, self.target))
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> GivenMicrobatch:
-        """Returns a copy that holds other tensors."""
-        remaining = iter(tensors)
-        values, target = pytree.tree_map_only(
-            torch.Tensor, lambda _: next(remaining), (self.values, self.target)
-        )
-        return GivenMicrobatch(values, target, self.loss_weight)
 
 
 class StageRunner:

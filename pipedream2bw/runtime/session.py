@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -12,8 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _C
-from ..errors import StageError, reworded
-from ..model.checkpoint import Checkpoint
+from ..errors import reworded
 from ..ranks.agreement import BatchDiscarded, DrainWanted
 from ..ranks.grid import mesh_of
 from ..ranks.operations import Announcement, Operation
@@ -27,7 +25,6 @@ from .intake import Intake
 from .interrupts import interrupts_later, last_uncaught
 from .local_model import LocalModel
 from .local_stages import LocalStages
-from .stage_values import give_back
 
 _Made = TypeVar("_Made")
 _Row = TypeVar("_Row", bound=tuple[int, ...])
@@ -62,6 +59,7 @@ class Session:
         discarding: takes back the batches in which the user's code fails.
         intake: splits what the calls are given.
         num_evaluations: so far, the number of the next one.
+        uncaught_before: what nobody had caught when the last train_step was submitted.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class Session:
         self.ending = Ending(stages)
         self.num_train_steps = 0
         self.discarding = Discarding(stages, accumulation, self.extensions)
-        self._uncaught_before = last_uncaught()  # when the last train_step was submitted
+        self.uncaught_before = last_uncaught()
         self.num_evaluations = 0
         self.intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
         self.first_unfinished: int | None = None
@@ -132,7 +130,6 @@ class Session:
             is_train: whether the modules are in train mode.
         """
         self.ending.check_open()
-        self._discard_left()
         with self.ending.failing_closes():
             # The train_steps that the schedule keeps unfinished, and one to go on with.
             self.stages.wait_for_room(max(2, self.schedule.most_batches_behind + 1))
@@ -144,7 +141,7 @@ class Session:
             self._mode_of_last_step = is_train
             with self.interruptible_later():
                 slot = self._submit(given, mode, microbatches)
-                self._uncaught_before = last_uncaught()
+                self.uncaught_before = last_uncaught()
             return slot
 
     def _submit(self, given: Given, mode: Mode, microbatches: Microbatches) -> _C.AwaitedNumbers:
@@ -267,41 +264,6 @@ class Session:
         error = reworded(taken.error, str(taken.error))
         raise error from (original if original is not None else taken.error.__cause__)
 
-    def discard_batch(self) -> tuple[int, ...]:
-        """Takes back the train_steps since the last optimizer step; gives their numbers.
-
-        Every rank calls it. Drains.
-        """
-        self.ending.check_open()
-        batch, first = self.accumulation.num_updates, self.num_train_steps
-        if not self.accumulation.is_between_batches:
-            first = self.discarding.first_train_step(batch)
-            cause = "discard_batch() was called"
-            self.control.discards.discard(batch, StageError(cause, cause=cause))
-        last = self.num_train_steps
-        try:
-            with self.ending.failing_closes():
-                self.drain()
-        except StageError as error:
-            if error.discarded is None or error.discarded[0] < first:
-                raise
-        return tuple(range(first, last))
-
-    def _discard_left(self) -> None:
-        """Discards a batch if its step is missing and an interrupt, or an error, came since.
-
-        Nobody has caught it, and the program has gone on: so it is a notebook or Python's prompt.
-        """
-        error, is_between = last_uncaught(), self.accumulation.is_between_batches
-        if error in (None, self._uncaught_before) or self.grid.in_processes or is_between:
-            return
-        discarded = ", ".join(map(str, self.discard_batch()))
-        warnings.warn(
-            f"train_steps {discarded}, left by {type(error).__name__} before their opt.step(), "
-            "were discarded",
-            stacklevel=4,
-        )
-
     def drain(self) -> None:
         """Finishes what was submitted on every stage; the model's Parameters show the newest.
 
@@ -326,19 +288,9 @@ class Session:
     ) -> None:
         """Agrees on an operation, as ``agree`` does, and drains: the first part of it."""
         self.ending.check_open()
-        if loads := operation in (Operation.load, Operation.load_state_dict):
-            self.accumulation.check_weights_are_own("loading weights")
-        if operation == Operation.load:
-            self.discard_batch()  # whose step will never come: another run goes on
         with self.ending.failing_closes():
             self.agree(operation, self.num_train_steps, local)
             self.drain()
-        if loads:
-            self.together(self._before_load)
-
-    def _before_load(self) -> None:
-        for extension in self.extensions:
-            extension.before_load(self.control.timeout / 2)
 
     def flush_to_read(self, operation: Operation) -> None:
         """As :meth:`flush_for`, but a pipeline that a failure has ended is read as it is.
@@ -348,43 +300,13 @@ class Session:
         if not self.ending.has_failed:
             self.flush_for(operation)
 
-    # ------------------------------------------------------------------ changing, ending
+    # ------------------------------------------------------------------ changing
 
     def set_mode(self, is_train: bool) -> None:
         """Sets the mode of the model's modules; the stages' follow before the next run."""
         self.ending.check_open()
         self.root.train(is_train)
         self._mode_was_set = True
-
-    def load(self, opened: Callable[[], Checkpoint], *, strict: bool) -> Any:
-        """Loads this process's part of a checkpoint into every weight version. Drains."""
-        self.flush_for(Operation.load_state_dict)
-        has_failed = True
-        try:
-            result = self.together(lambda: self.local_model.load(opened(), strict))
-            has_failed = False
-        finally:  # some may have loaded a part before they found an error
-            if not self.control.fault.raised:
-                with self.ending.lost_ranks_close():
-                    self.stages.restart_delay(replicas_too=has_failed)
-        self.weights_loaded()
-        return result
-
-    def weights_loaded(self) -> None:
-        """Tells the extensions that this process's weights have been loaded."""
-        for extension in self.extensions:
-            extension.weights_loaded()
-
-    def go_on_from(self, *, train_steps: int, updates: int, random_seed: int | None) -> None:
-        """Counts on from a run's so many train_steps and optimizer steps. Drained.
-
-        Training draws what that run would have drawn next, if both draw by key.
-        """
-        self.num_train_steps = self.ending.batch = train_steps
-        self.accumulation.go_on_from(updates)
-        self.discarding.count_anew()
-        if random_seed is not None and self.random_seed is not None:
-            self.random_seed = random_seed
 
     def together(self, make: Callable[[], _Made]) -> _Made:
         """Calls ``make`` on every rank; returns what it gives here, or raises on every rank."""
@@ -408,35 +330,6 @@ class Session:
         with self.ending.failing_closes(), self.interruptible_later():
             yield self.num_train_steps - 1
             self.accumulation.num_updates += 1
-
-    def give_back(self) -> None:
-        """Closes, and gives the model memory of its own, with the newest weights."""
-        self.flush_to_read(Operation.flush)
-        self.close()  # which shows the pipeline's memory for the last time
-        for stage in self.stages.of_first_pipeline():
-            give_back(stage.weights)
-        self.stages.options.precision.restore()
-
-    def close(self) -> None:
-        """Ends all once what was submitted is done; StageError if the last batch was discarded."""
-        if not self.ending.is_open:
-            return
-        discarded: StageError | None = None
-        with self.ending.failing_closes():
-            self.stages.finish_submitted()
-            try:
-                self.agree(Operation.close, self.num_train_steps, Announcement)
-                if self.stages.joint_updates.need_later_batches:
-                    self.drain()
-            except StageError as error:
-                if error.discarded is None:
-                    raise
-                discarded = error
-            self.ending.finish_submitted()
-            self.control.agree(Operation.close, self.num_train_steps, Announcement)
-        self.ending.end(RuntimeError("close() was called"))
-        if discarded is not None:
-            raise discarded
 
 
 def open_sessions() -> list[Session]:

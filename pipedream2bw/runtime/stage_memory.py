@@ -8,6 +8,7 @@ from .. import svg
 from ..colours import MEMORY_COLOURS
 from .extension import Extensions
 from .local_stages import LocalStage
+from .stage_weights import StageWeights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ def memory_of(stage: LocalStage, extensions: Extensions) -> StageMemory:
         anchors=beside.on_host,
         replica_sums=engine.replica_sums,
         host_copies=engine.host_copies,
-        frozen_weights=weights.frozen_bytes,
+        frozen_weights=_frozen_bytes(weights),
         buffers=sum(buffer.nbytes for buffer in weights.buffers),
         padding=engine.padding,
         activations=executor.most_bytes_in_flight(stage.index),
@@ -132,3 +133,10 @@ def memory_of(stage: LocalStage, extensions: Extensions) -> StageMemory:
         most_live_versions=weights.engine.most_live_versions,
         on_host=engine.on_host + (beside.on_host if weights.device.type != "cpu" else 0),
     )
+
+
+def _frozen_bytes(weights: StageWeights) -> int:
+    """Bytes of frozen parameters; what a process's stages share on a device counts once."""
+    shared = weights.taken.intersection(weights.frozen) if weights.is_shown else weights.frozen
+    others = {weights.model.get_parameter(name).data_ptr() for name in shared}
+    return sum(p.nbytes for p in weights.frozen.values() if p.data_ptr() not in others)

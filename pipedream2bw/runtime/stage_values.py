@@ -137,12 +137,3 @@ def held_tensors(weights: StageWeights) -> list[torch.Tensor]:
         *(parameter.data for parameter in weights.frozen.values()),
         *weights.buffers,
     ]
-
-
-def give_back(weights: StageWeights) -> None:
-    """Gives the handles memory of their own, with the newest weights."""
-    engine = weights.engine
-    for i, handle in enumerate(weights.handles):
-        if handle is weights.originals[i]:
-            newest = engine.master(engine.newest_slot, i)
-            handle.data = newest.to(weights.device, copy=True)

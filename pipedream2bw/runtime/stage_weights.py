@@ -56,6 +56,9 @@ class StageWeights:
         model: the user's.
         root: the model that the stage is of: the user's, or the second pipeline's own.
         taken: parameters of which an earlier stage in this process has the root's as its handles.
+
+    Attributes:
+        guards: of the handles, which let no gradient arrive there.
     """
 
     def __init__(
@@ -67,13 +70,13 @@ class StageWeights:
         self.pipeline = spec.pipeline
         self.streams = spec.streams
         self.device = device
-        self._model = model
+        self.model = model
         self._root = root
         self.first = spec.first
         self.deadline = spec.deadline
         self._tied = spec.tied
         self._shared_owners = spec.shared_owners
-        self._taken = taken
+        self.taken = taken
         used = (*program.parameters, *program.unused_parameters)
         self.in_root = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
         for name, parameter in self.in_root.items():
@@ -88,7 +91,7 @@ class StageWeights:
         self.handles = list(self.trainable.values())
         # The user's Parameters of these names, which an optimizer knows.
         self.originals = [model.get_parameter(name) for name in self.trainable]
-        self._guards = [
+        self.guards = [
             handle.register_post_accumulate_grad_hook(ArrivalGuard(name))  # type: ignore[no-untyped-call]
             for name, handle in self.trainable.items()
         ]
@@ -124,7 +127,7 @@ class StageWeights:
     @property
     def is_shown(self) -> bool:
         """Whether its handles are the user's Parameters."""
-        return self._root is self._model
+        return self._root is self.model
 
     def parameters(self) -> list[nn.Parameter]:
         """The model's own Parameters that this stage holds, frozen ones too."""
@@ -142,13 +145,6 @@ class StageWeights:
     def num_elements(self) -> int:
         """Elements of all parameters that count here, frozen ones too."""
         return sum(p.numel() for name, p in self.in_root.items() if self.counts(name))
-
-    @property
-    def frozen_bytes(self) -> int:
-        """Bytes of frozen parameters; what a process's stages share on a device counts once."""
-        shared = self._taken.intersection(self.frozen) if self.is_shown else self.frozen
-        others = {self._model.get_parameter(name).data_ptr() for name in shared}
-        return sum(p.nbytes for p in self.frozen.values() if p.data_ptr() not in others)
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -205,7 +201,7 @@ class StageWeights:
     def copy_training_flags(self) -> None:
         """Gives the clones' modules the modes of the model's."""
         for clone in self.clones:
-            copy_training_flags(self._model, clone)
+            copy_training_flags(self.model, clone)
 
     def in_slot(self, slot: int) -> dict[nn.Parameter, nn.Parameter]:
         """Maps the root's Parameters to those that the stage computes with in a slot."""
@@ -246,13 +242,6 @@ class StageWeights:
                     f"{not parameter.requires_grad} when the pipeline was made: freeze and "
                     "unfreeze before, the pipeline keeps versions of the trained ones only"
                 )
-
-    def remove_guards(self) -> None:
-        """Lets the handles have gradients again, as their owner is no pipeline any more."""
-        for guard in self._guards:
-            guard.remove()
-        for handle in self.handles:
-            handle.grad = None
 
     def storage_pointers(self) -> set[int]:
         """The storages of weights and buffers."""

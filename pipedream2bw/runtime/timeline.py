@@ -35,13 +35,16 @@ def recording(session: Session) -> Iterator[Timeline]:
     """Records the actions executed inside; drains at its end."""
     session.ending.check_open()
     timeline = Timeline(session)
-    session.stages.record(True)
+    executors = session.stages.executors
+    for executor in executors:
+        executor.record(True)
     try:
         yield timeline
         session.flush_for(Operation.end_of_timeline)
     finally:
-        session.stages.record(False)
-        records = session.stages.take_records()
+        for executor in executors:
+            executor.record(False)
+        records = [action for executor in executors for action in executor.take_record()]
         timeline.rows.extend(
             Event(
                 stage=action.stage,

@@ -3,16 +3,62 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from torch import fx
 
 from .. import _C
-from ..capture.captured import Bonds, Captured, bonds_of, values_between
+from ..capture.captured import Captured
 from ..capture.layer_names import block_around, describe_layer, first_layers
 from .program import StageProgram
 
 _FOR_WHOLE_BLOCKS = 1.01
 """How much slower a split may be that cuts between blocks, which readers know by their names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bond:
+    """Layers first..last have to be on one stage because of ``what``."""
+
+    first: int
+    last: int
+    what: str
+
+
+class Bonds:
+    """The bonds of a model's layers."""
+
+    def __init__(self, bonds: Sequence[Bond]) -> None:
+        self._bonds = bonds
+        self._parting = {cut for bond in bonds for cut in range(bond.first + 1, bond.last + 1)}
+
+    def __iter__(self) -> Iterator[Bond]:
+        return iter(self._bonds)
+
+    def allow(self, cut: int) -> bool:
+        """Tells whether a stage may begin at layer ``cut``."""
+        return cut not in self._parting
+
+
+def bonds_of(captured: Captured) -> Bonds:
+    """Finds the layers that have to be on one stage.
+
+    These share a buffer that one of them writes, or a value that one of them writes in place.
+    Parameters may be on several stages, and so may buffers that are only read.
+    """
+    users: dict[str, list[int]] = {}
+    for layer, names in enumerate(captured.layer_buffers):
+        for name in names:
+            if name in captured.found.written_buffers:
+                users.setdefault(name, []).append(layer)
+    found = [Bond(layers[0], layers[-1], f"buffer {name!r}") for name, layers in users.items()]
+    found.extend(
+        Bond(first, last, f"value {name!r}, which is written in place,")
+        for first, last, name in captured.found.written_values
+    )
+    return Bonds([bond for bond in found if bond.first != bond.last])
 
 
 def choose_boundaries(
@@ -102,6 +148,20 @@ def crossing_values(captured: Captured) -> list[_C.Value]:
             seconds=captured.costs.crossing.get(name, 0.0),
         )
         for name, (producer, consumers) in consumers_of.items()
+    ]
+
+
+def values_between(layer_nodes: Sequence[fx.Node]) -> list[tuple[int, int, str]]:
+    """Lists (producer layer, consumer layer, value) of every use of a value in another layer.
+
+    A model input counts as produced by layer 0, whose rank gets the model's arguments.
+    """
+    index_of = {node: index for index, node in enumerate(layer_nodes)}
+    return [
+        (index_of.get(value, 0), consumer, value.name)
+        for consumer, node in enumerate(layer_nodes)
+        for value in node.all_input_nodes
+        if value.op != "get_attr" and index_of.get(value, 0) < consumer
     ]
 
 

@@ -13,6 +13,7 @@ from ...ranks.agreement import ControlPlane
 from ...ranks.deadline import Deadline
 from ...ranks.grid import RankGrid
 from ...runtime.accumulation import Accumulation
+from ...runtime.closing import close
 from ...runtime.given import Call
 from ...runtime.local_stages import LocalStages
 from ...runtime.microbatch import Microbatch
@@ -125,7 +126,7 @@ def _train_step_seconds(num_microbatches: int, device: torch.device) -> float:
         session.drain()
 
     seconds = median_seconds(train_step, device, times=8, warmup=2)
-    session.close()
+    close(session)
     return seconds
 
 

@@ -18,7 +18,8 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from ...capture.attribute import Attribute
-from ...capture.captured import Captured, bonds_of
+from ...capture.captured import Captured
+from ...stages.boundaries import bonds_of
 
 # A group takes at least so many nominal seconds, or such a part of the model's.
 _LEAST_SECONDS = 200e-6

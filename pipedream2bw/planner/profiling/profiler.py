@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from ...accelerator import module_of
-from ...capture.captured import values_between
 from ...capture.chain import device_type_of
 from ...capture.device_figures import DeviceFigures
 from ...checks import check_number, check_whole_number
 from ...model.fingerprint import describe_parameters
 from ...model.surroundings import plain_modes, random_state_kept
 from ...ranks.agreement import ControlPlane, join
+from ...stages.boundaries import values_between
 from .engine_timing import dry_seconds_per_update_byte, seconds_per_action, seconds_per_update_byte
 from .group_timing import GroupTimes, Measured, measure_groups
 from .layer_groups import Group

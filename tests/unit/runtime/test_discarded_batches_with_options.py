@@ -261,11 +261,11 @@ def test_an_interrupt_reaches_all_stages_or_none(waiting: str) -> None:
         if waiting == "evaluation":
             pipe.flush()
         stages = pipe.session.stages
-        executors = stages._executors
-        stages._executors = InterruptedAfterTheFirst(executors)
+        executors = stages.executors
+        stages.executors = InterruptedAfterTheFirst(executors)
         with torch.no_grad(), pytest.raises(KeyboardInterrupt):
             pipe(x) if waiting == "evaluation" else pipe.flush()
-        stages._executors = executors
+        stages.executors = executors
         for _ in range(3):
             float(pipe.train_step(x, target=x))
             opt.step()

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream2bw import _C
+from pipedream2bw.runtime.evaluation import join_outputs
 from pipedream2bw.runtime.microbatch import (
     SplitTree,
     common_rows,
     hash_of_shapes,
-    join_outputs,
     microbatch_rows,
     split_values,
 )

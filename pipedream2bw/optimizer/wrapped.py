@@ -1,0 +1,85 @@
+"""The optimizers that a PipelineOptimizer wraps, and what steps them on each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..runtime.session import Session
+from .checks import stepping
+from .fused import Holder, fused_kind
+from .own_step import StageStepper, options_of, take_over_counters
+from .state_by_name import StateByName
+
+
+class Wrapped:
+    """The optimizers of one pipeline, as their user made them.
+
+    Attributes:
+        optimizers: as given.
+        weights: of this process's stages.
+        kinds: of each optimizer the fused pass that computes it; None: its own step.
+        steppers: of those with their own step, by number and stage.
+        seen: their groups' options as the last step saw them, by number.
+        first_step: the batch of the first step; -1: it was before; None: there was none.
+        room: for what is to be loaded, of each.
+    """
+
+    def __init__(self, session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        self.weights = [stage.weights for stage in session.stages]
+        self.kinds = [
+            fused_kind(each.optimizer, each.dtypes) for each in stepping(session, optimizers)
+        ]
+        self.first_step = -1 if any(any(o.state.values()) for o in optimizers) else None
+        self.room: list[StateByName] = []
+
+    def make_steppers(self) -> None:
+        """Makes them anew, with the optimizers' options and state as they are."""
+        self.seen = self.own_options()
+        self.steppers = {
+            (number, weights.index): StageStepper(self.optimizers[number], weights)
+            for number in self.seen
+            for weights in self.weights
+        }
+
+    def own_options(self) -> dict[int, Any]:
+        """The present options of the optimizers with their own step."""
+        return {
+            number: options_of(optimizer.param_groups)
+            for number, optimizer in enumerate(self.optimizers)
+            if self.kinds[number] is None
+        }
+
+    def groups(self) -> Iterator[Holder]:
+        """Every group as it is now, with its optimizer and the fused pass that computes that."""
+        for kind, optimizer in zip(self.kinds, self.optimizers, strict=True):
+            for group in optimizer.param_groups:
+                yield kind, optimizer, group
+
+    def holders(self) -> dict[int, Holder]:
+        """What holds each parameter, by its id: see :meth:`groups`."""
+        return {id(parameter): each for each in self.groups() for parameter in each[2]["params"]}
+
+    def stepped(self, batch: int, options: dict[int, Any]) -> None:
+        """A batch's step was registered, with these options."""
+        self.seen, self.room = options, []
+        self.first_step = batch if self.first_step is None else self.first_step
+
+    def take_back(self, batch: int) -> None:
+        """The steps of this batch and later ones have not been."""
+        if self.first_step is not None and self.first_step >= batch:
+            self.first_step = None
+        for stepper in self.steppers.values():
+            stepper.take_back(batch)
+
+    def read_counters(self) -> None:
+        """Takes over what the stages' optimizers changed in their groups; all are drained."""
+        for number, seen_by_group in self.seen.items():
+            steppers = [self.steppers[number, weights.index] for weights in self.weights]
+            stepper = next((each for each in steppers if not each.is_empty), steppers[0])
+            take_over_counters(
+                stepper.options(), self.optimizers[number].param_groups, seen_by_group
+            )
