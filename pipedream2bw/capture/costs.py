@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..model.storages import storage_of
 from ..model.trees import bytes_in, tensors_in
 from .device_figures import NOMINAL, DeviceFigures, Work
-from .operator_flops import flops_of
 from .saved_bytes import SavedBytes
 
 # A nominal link between stages.
@@ -181,3 +181,21 @@ def _described(value: Any) -> str:
         for item in leaves
     )
     return f"{'; '.join(parts)}; {structure if len(leaves) > 1 else ''}"
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Returns what torch's flop counter counts: products of matrices, convolutions, attention.
+
+    A multiply-add is two operations; all else counts none.
+    """
+    packet = func._overloadpacket
+    count = flop_registry.get(packet)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=result))
+    if "scaled_dot_product" not in str(packet):
+        return 0
+    if "backward" in str(packet):  # of the gradient and the three
+        shapes = [item.shape for item in args[:4]]
+        return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+    shapes = [item.shape for item in args[:3]]
+    return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]

@@ -18,8 +18,7 @@ from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.operations import Announcement, Operation
 from ..runtime.closing import close
-from ..runtime.discarding import TakenBack
-from ..runtime.extension import CHECKPOINTER, Extension
+from ..runtime.extension import CHECKPOINTER, Extension, TakenBack
 from ..runtime.loading import flush_to_load
 from .commit import retain, steps_in
 from .frequency import Frequency

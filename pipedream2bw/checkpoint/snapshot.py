@@ -23,8 +23,7 @@ from ..errors import reworded
 from ..optimizer.shares import is_divided, of_all_replicas
 from ..optimizer.state_by_name import OptimizerSnapshot, OwnChanges, SharedState, StateByName
 from ..ranks.grid import RankGrid
-from ..runtime.discarding import TakenBack
-from ..runtime.extension import Extension
+from ..runtime.extension import Extension, TakenBack
 from ..runtime.local_model import LocalModel
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session

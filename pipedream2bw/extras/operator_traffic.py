@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..capture.costs import flops_of
 from ..capture.device_figures import Work
-from ..capture.operator_flops import flops_of
 from ..model.storages import storage_of
 from ..model.trees import tensors_in
 

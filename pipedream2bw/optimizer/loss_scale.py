@@ -7,8 +7,7 @@ import math
 
 from .. import _C
 from ..checks import check_number, check_whole_number
-from ..runtime.later_train_steps import train_steps_until_finished
-from ..runtime.lazy_numbers import LazyNumber
+from ..runtime.lazy_numbers import LazyNumber, train_steps_until_finished
 from ..runtime.session import Session
 
 

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import collections
-import weakref
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .. import _C
-from ..ranks.operations import Operation
-from ..runtime.discarding import TakenBack
+from ..ranks.operations import Operation, UpdatesMayWait
+from ..runtime.comm_hook import check_hooks
 from ..runtime.extension import OPTIMIZER, Extension, Update
 from ..runtime.local_stages import LocalStage
+from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of, common_defaults
 from .clipping import GradNorm, install_clipping
-from .delay_warning import warn_of_delay
 from .fused import fused_options, set_fused
 from .loss_scale import LossScale, NewestScale
 from .options import OptimizerOptions
 from .own_step import changes, keep_from_zeroing, steps_in
 from .saved_state import SavedState
-from .staleness import Remedies, Remedy
+from .staleness import Remedies, Remedy, warn_of_delay
 from .state_by_name import OptimizerSnapshot, SharedState, StateByName
 from .step_remedies import StepRemedies
-from .verdicts import let_updates_wait
 from .wrapped import Wrapped
 
 
@@ -41,35 +40,21 @@ class PipelineOptimizer(torch.optim.Optimizer):
     optimizer, and any option that the fused pass lacks (capturable, differentiable, tensor learning
     rates that require grad), steps a copy of W(t).
 
-    An optimizer's own step is called for each stage apart, with the stage's parameters only, and
-    apart for those that several stages hold: one that combines values over all parameters (a norm
-    of all gradients) combines a stage's.
+    docs/reference/options.md says of each option what exactly it does.
 
     Args:
         optimizers: over ``pipe.parameters()``.
-        max_grad_norm: before each step all gradients are scaled such that their norm over the whole
-            model (all stages, averaged over replicas) is at most this, as
-            ``torch.nn.utils.clip_grad_norm_`` does on the unsplit model, to the same bits. Exact
-            and without a drain: where a schedule keeps several weight versions, stages go on with
-            the next microbatches until the norm is known; with ``"pipedream"``, which reads a
-            batch's weights at once on the last stage, they wait for it. ``inf`` only measures.
+        max_grad_norm: the most that the norm of all gradients may be, over the whole model; ``inf``
+            only measures it.
         norm_type: of that norm; may be ``inf``.
-        clip_grad_value: instead, every element is clamped to this distance from 0, as
-            ``torch.nn.utils.clip_grad_value_`` does.
-        loss_scale: multiplies losses before their backward; gradients are divided by it before they
-            are clipped. All stages agree on what overflowed as they do on the norm. Not with
-            schedules whose stages read different versions (``"pipedream"``).
+        clip_grad_value: instead, the most that each element may be away from 0.
+        loss_scale: multiplies losses before their backward; gradients are divided by it.
         staleness: remedies for the schedule's delay: a :class:`LearningRateDiscount`, an
             :class:`ErrorFeedback` or a :class:`NesterovCorrection`, or a list of the first and one
-            of the others. See also ``warmup_batches`` of :class:`PipelineModule`.
-        replica_sync: a :class:`ReplicaSync` lets pipelines on several sites train apart and average
-            their weights seldom.
+            of the others.
+        replica_sync: a :class:`ReplicaSync` between pipelines on several sites.
         extensions: further ones, of your own (docs/extending.md).
-        shard_state: each of w replicas keeps masters and optimizer state of a share of a stage's
-            parameters only, steps these and gives the others their new weights; to the same bits.
-            A large parameter of SGD, Adam or AdamW may be several replicas', so that shares are
-            equal; one of the others of ``torch.optim`` is one replica's, and shares are as equal as
-            these allow. With one replica it is the same as without.
+        shard_state: each replica keeps masters and state of a share of a stage's parameters only.
 
     Raises:
         ValueError: parameters that are of no open pipeline, of several, or of a stage that another
@@ -104,12 +89,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
         given_extensions = options.all_extensions().values()
         self.extensions: Sequence[Extension] = (self._step_remedies, *given_extensions)
         self.replica_sync = replica_sync
-        self._charge = _Charge(self)
         with session.ending.failing_closes():
             session.drain()  # updates that were registered are the former optimizer's
             self._norm, self._scale = install_clipping(session, options)
         self._measures = max_grad_norm is not None
-        self._grad_norm: GradNorm | None = None
         super().__init__([{"params": []}], {})  # not theirs, to which it would add defaults
         self._wrapped = wrapped = Wrapped(session, optimizers)
         self.defaults = common_defaults(optimizers)
@@ -124,8 +107,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._saved = SavedState(
             session, wrapped, self.extensions, remedies=self._step_remedies, scale=self._scale
         )
-        let_updates_wait(session, wrapped.kinds, has_norm=self._norm is not None)
-        session.extensions.put(OPTIMIZER, [self._charge, *self.extensions])
+        _let_updates_wait(session, wrapped.kinds, has_norm=self._norm is not None)
+        session.extensions.put(OPTIMIZER, [wrapped, *self.extensions])
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
         with session.ending.failing_closes():
@@ -159,16 +142,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             keeps_bfloat16=self._step_remedies.keeps_bfloat16,
         )
 
-    def take_back(self, taken: TakenBack) -> None:
-        """Some steps have not been; what the user has changed in the groups since stays.
-
-        The pipeline calls it, when it takes batches back.
-        """
-        self._grad_norm = None
-        self._wrapped.take_back(taken.batch)
-
     def _check_in_charge(self) -> None:
-        if self._charge not in self._session.extensions.at(OPTIMIZER):
+        if self._wrapped not in self._session.extensions.at(OPTIMIZER):
             raise ValueError(
                 "this PipelineOptimizer is no longer the pipeline's: another one was made over its "
                 "parameters; give several optimizers to one: PipelineOptimizer(first, second)"
@@ -215,7 +190,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             extension.before_step(batch)
         with self._session.update() as train_step:
             if self._norm is not None:
-                self._grad_norm = GradNorm(self._session, self._norm)
+                self._wrapped.grad_norm = GradNorm(self._session, self._norm)
             for stage in self._session.stages.in_update_order:
                 steppers = [wrapped.steppers[number, stage.index] for number in changed]
                 for stepper, groups in zip(steppers, changed.values(), strict=True):
@@ -245,9 +220,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         if not self._measures:
             raise ValueError("grad_norm: max_grad_norm is None, it must be a number (inf measures)")
-        if self._grad_norm is None:
+        if self._wrapped.grad_norm is None:
             raise ValueError("grad_norm: the last step was discarded, or there was none")
-        return self._grad_norm
+        return self._wrapped.grad_norm
 
     @property
     def loss_scale(self) -> NewestScale:
@@ -258,7 +233,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         if self._scale is None:
             raise ValueError("loss_scale: None was given, it must be a LossScale")
-        return NewestScale(self._session, self._scale, self._grad_norm)
+        return NewestScale(self._session, self._scale, self._wrapped.grad_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the engine owns the gradients and begins each batch's with zeros."""
@@ -346,16 +321,35 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return "\n".join(f"PipelineOptimizer({how[kind is None]})\n{opt!r}" for kind, opt in each)
 
 
-class _Charge(Extension):
-    """Stands for the PipelineOptimizer in charge, which refers to the pipeline."""
-
-    def __init__(self, optimizer: PipelineOptimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def taken_back(self, taken: TakenBack) -> None:
-        if (optimizer := self._optimizer()) is not None:
-            optimizer.take_back(taken)
-
-
 def _is_stale(stage: LocalStage, batch: int) -> bool:
     return stage.executor.version_of_batch(stage.index, batch) < batch
+
+
+def _let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm: bool) -> None:
+    """Makes updates wait for all stages where that takes neither time nor memory.
+
+    Under a schedule of one delay it takes no time. It takes no memory where the gradients have a
+    buffer to wait in: where all buffers take turns, or where the stages wait for the update. With a
+    norm they wait anyway. Every rank calls it, drained.
+
+    Args:
+        kinds: the fused pass of each optimizer; None: its own step.
+
+    Raises:
+        ValueError: a gradient hook needs it, and the schedule could not go on.
+    """
+    engines = [stage.weights.engine for stage in session.stages]
+    is_free = session.schedule.has_one_delay and all(
+        engine.num_versions == 1
+        or engine.frees_gradients
+        or (None not in kinds and engine.num_slots > engine.num_versions)
+        for engine in engines
+    )
+    mine = has_norm or is_free
+    with session.ending.failing_closes():
+        announced = session.agree(
+            Operation.new_optimizer, session.num_train_steps, lambda: UpdatesMayWait(mine)
+        )
+        with contextlib.suppress(ValueError):  # then some failures end the pipeline
+            session.stages.let_updates_wait(all(each.can for each in announced))
+    check_hooks(session)

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import _C
-from ..runtime.discarding import TakenBack
-from ..runtime.extension import Extension, HeldBytes, Kept, Update
+from ..runtime.extension import Extension, HeldBytes, Kept, TakenBack, Update
 from ..runtime.stage_weights import StageWeights
 from .staleness import Remedies
 from .step_correction import StepCorrection

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
+from ..runtime.extension import Extension, TakenBack
 from ..runtime.session import Session
 from .checks import stepping
+from .clipping import GradNorm
 from .fused import Holder, fused_kind
 from .own_step import StageStepper, options_of, take_over_counters
 from .state_by_name import StateByName
 
 
-class Wrapped:
+class Wrapped(Extension):
     """The optimizers of one pipeline, as their user made them.
 
     Attributes:
@@ -25,6 +27,7 @@ class Wrapped:
         seen: their groups' options as the last step saw them, by number.
         first_step: the batch of the first step; -1: it was before; None: there was none.
         room: for what is to be loaded, of each.
+        grad_norm: of the last step; None: it was discarded, there was none, or it is not measured.
     """
 
     def __init__(self, session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -35,6 +38,7 @@ class Wrapped:
         ]
         self.first_step = -1 if any(any(o.state.values()) for o in optimizers) else None
         self.room: list[StateByName] = []
+        self.grad_norm: GradNorm | None = None
 
     def make_steppers(self) -> None:
         """Makes them anew, with the optimizers' options and state as they are."""
@@ -68,12 +72,13 @@ class Wrapped:
         self.seen, self.room = options, []
         self.first_step = batch if self.first_step is None else self.first_step
 
-    def take_back(self, batch: int) -> None:
-        """The steps of this batch and later ones have not been."""
-        if self.first_step is not None and self.first_step >= batch:
+    def taken_back(self, taken: TakenBack) -> None:
+        """Some steps have not been; what the user has changed in the groups since stays."""
+        self.grad_norm = None
+        if self.first_step is not None and self.first_step >= taken.batch:
             self.first_step = None
         for stepper in self.steppers.values():
-            stepper.take_back(batch)
+            stepper.take_back(taken.batch)
 
     def read_counters(self) -> None:
         """Takes over what the stages' optimizers changed in their groups; all are drained."""

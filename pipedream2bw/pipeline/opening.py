@@ -240,6 +240,7 @@ def capture(checked: Checked, grid: RankGrid) -> set[str]:
     """
     root = checked.root
     mode = checked.modes.capture(root.training)
-    check_ties(checked.schedules[grid.replica], find_ties(mode.programs), root)
+    if ties := find_ties(mode.programs):
+        check_ties(checked.schedules[grid.replica], ties, root)
     names = checked.modes.names_in(grid.stages_of_model)
     return materialize(root, names)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .. import _C
-from ..errors import RemoteTraceback, StageError, from_document, to_document
+from ..errors import RemoteTraceback, StageError
 from .deadline import Deadline
 from .joining import join_world
 from .operations import ROW_LENGTH, Operation
@@ -103,15 +103,6 @@ class ControlPlane:
     def first_discarded(self) -> int | None:
         """The first batch that any rank knows to be discarded. Every rank calls it, drained."""
         return _first_discarded(self._exchange_rows(Operation.end_of_drain, 0, False, ()))
-
-    def why_discarded(self, batch: int) -> StageError:
-        """Why a batch is discarded. Every rank calls it, drained."""
-        error = self.discards.error if self.discards.batch == batch else None
-        if self.peers is None:
-            assert error is not None
-            return error
-        told = self.told_by_all(None if error is None else to_document(error))
-        return from_document(next(document for document in told if document is not None))
 
     def _exchange_rows(
         self, operation: Operation, number: int, failed: bool, told: Sequence[int]

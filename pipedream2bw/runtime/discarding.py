@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ..errors import StageError, reworded
+from ..errors import StageError, from_document, reworded, to_document
 from .accumulation import Accumulation, BatchPart
+from .extension import Extensions, TakenBack
 from .local_stages import LocalStages
-
-
-class TakenBack(NamedTuple):
-    """Train_steps that have not been, as a batch was discarded.
-
-    Attributes:
-        batch: the number of the first batch.
-        train_step: the number of its first train_step.
-        updates: how many optimizer steps had been registered since.
-        error: why.
-    """
-
-    batch: int
-    train_step: int
-    updates: int
-    error: StageError
-
-
-class Listener(Protocol):
-    """Is told that batches have not been."""
-
-    def taken_back(self, taken: TakenBack) -> None: ...
 
 
 class _Begun(NamedTuple):
@@ -44,14 +22,14 @@ class Discarding:
     """Knows where the batches begin that may be taken back, and takes them back.
 
     Args:
-        listeners: are told after batches were taken back.
+        extensions: are told after batches were taken back.
 
     Attributes:
         num_times: how often batches were taken back.
     """
 
     def __init__(
-        self, stages: LocalStages, accumulation: Accumulation, listeners: Iterable[Listener]
+        self, stages: LocalStages, accumulation: Accumulation, extensions: Extensions
     ) -> None:
         self._stages = stages
         self._control = stages.control
@@ -59,7 +37,7 @@ class Discarding:
         self._begun: dict[int, _Begun] = {}  # by batch
         # The first train_step each time; None: from here on they are counted anew.
         self._taken_back: list[int | None] = []
-        self._listeners = listeners
+        self._extensions = extensions
 
     @property
     def num_times(self) -> int:
@@ -94,7 +72,7 @@ class Discarding:
             num_train_steps: calls so far.
         """
         stages, discards = self._stages, self._control.discards
-        failure = self._control.why_discarded(batch)
+        failure = self._why_discarded(batch)
         is_mine = discards.batch == batch
         original = stages.take_error(discards.kept if is_mine else -1)
         is_evaluation = batch not in self._begun
@@ -123,9 +101,19 @@ class Discarding:
         taken = TakenBack(batch, begun.train_steps, updates, error)
         self._taken_back.append(taken.train_step)
         discards.go_on()
-        for listener in self._listeners:
-            listener.taken_back(taken)
+        for extension in self._extensions:
+            extension.taken_back(taken)
         return taken, original
+
+    def _why_discarded(self, batch: int) -> StageError:
+        """Why a batch is discarded. Every rank calls it, drained."""
+        control = self._control
+        error = control.discards.error if control.discards.batch == batch else None
+        if control.peers is None:
+            assert error is not None
+            return error
+        told = control.told_by_all(None if error is None else to_document(error))
+        return from_document(next(document for document in told if document is not None))
 
     def is_taken_back(self, train_step: int, num_times: int) -> bool:
         """Whether a train_step was discarded.

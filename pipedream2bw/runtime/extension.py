@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from ..errors import StageError
 from ..ranks.operations import Announcement
 from ..rules import Exclusion
-from .discarding import TakenBack
 from .stage_weights import StageWeights
 
 OPTIMIZER, HOOKS, CHECKPOINTER = "optimizer", "hooks", "checkpointer"
@@ -37,6 +37,22 @@ class Update(NamedTuple):
     batch: int
     weights: StageWeights
     is_stale: bool
+
+
+class TakenBack(NamedTuple):
+    """Train_steps that have not been, as a batch was discarded.
+
+    Attributes:
+        batch: the number of the first batch.
+        train_step: the number of its first train_step.
+        updates: how many optimizer steps had been registered since.
+        error: why.
+    """
+
+    batch: int
+    train_step: int
+    updates: int
+    error: StageError
 
 
 class HeldBytes(NamedTuple):

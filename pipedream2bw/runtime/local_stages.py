@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from .. import _C
-from ..errors import StageError
 from ..model.hooks import LateHooks
 from ..model.storages import OtherStages, return_freed_memory
 from ..ranks.agreement import ControlPlane
@@ -22,11 +19,11 @@ from ..ranks.grid import RankGrid
 from ..stages.compile import compiled
 from ..stages.modes import Mode
 from ..stages.program import StageProgram
+from .engine_end import KeptErrors, end_engine, keeping
 from .graphs import graph_setup, with_graphs
 from .interrupts import interrupts_later
 from .joint_updates import JointUpdates
 from .runner import BoundProgram, StageOptions, StageRunner, while_alive
-from .stage_values import take_over
 from .stage_weights import StageSpec, StageWeights
 from .taking_over import share_out
 from .tied_copies import Tie, TiedCopies, find_ties, is_trained
@@ -42,26 +39,6 @@ class LocalStage:
     forwards: object  # which the engine calls, and does not hold
     executor: _C.Executor  # of the rank, which may have several stages
     bound: dict[int, BoundProgram] = dataclasses.field(default_factory=dict)  # by wiring
-
-
-class _KeptErrors(list[BaseException]):
-    """Exceptions that the stages' Python code raised; the engine knows their positions.
-
-    Their tracebacks may refer to the pipeline: held by the engine they would keep it alive.
-    """
-
-
-def _keeping(errors: weakref.ref[_KeptErrors]) -> Callable[[BaseException], int]:
-    """Keeps an error for the engine, and gives its position: -1 once the pipeline is gone."""
-
-    def keep(error: BaseException) -> int:
-        kept = errors()
-        if kept is None:
-            return -1
-        kept.append(error)
-        return len(kept) - 1
-
-    return keep
 
 
 def is_apart_from_host(device: torch.device) -> bool:
@@ -86,6 +63,7 @@ class LocalStages:
         joint_updates: which stages make their updates together.
         in_update_order: the stages, those of a rank as the schedule updates them.
         updates_wait: whether each waits until no stage can fail in its batch.
+        ties: keeps copies of tied weights equal; None: there are none.
         executors: of this process's ranks.
         verdicts: of all stages on each batch.
     """
@@ -106,7 +84,7 @@ class LocalStages:
         self.control = control
         self.options = options
         self._late_hooks: dict[int, LateHooks] = {}  # by wiring
-        self._errors = _KeptErrors()
+        self._errors = KeptErrors()
         self.updates_wait = False
         devices = _device_of_each(schedule, options.devices)
         self._channels = Channels(
@@ -121,7 +99,7 @@ class LocalStages:
         self.losses = _loss_board(grid, control, options, schedule)
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties), mode.captured.found.hooked)
-        self._ties = TiedCopies(ties, grid, weights)
+        self.ties = TiedCopies(ties, grid, weights) if ties else None
         kept = [*root.buffers(), *(tensor for each in weights for tensor in each.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None
         return_freed_memory()  # the model's, whose weights are in the stages' buffers now
@@ -145,7 +123,7 @@ class LocalStages:
         # Nothing here refers to `self`, or to a runner, whose loss_fn may refer to the pipeline.
         self.end = weakref.finalize(
             self,
-            _end_engine,
+            end_engine,
             self.executors,
             [stage.runner.thread for stage in self._stages],
             self.losses,
@@ -234,7 +212,7 @@ class LocalStages:
                 discards=self.control.discards,
                 discards_reach_all=self.control.discards_reach_all,
                 losses=self.losses,
-                keep_error=_keeping(weakref.ref(self._errors)),
+                keep_error=keeping(weakref.ref(self._errors)),
             )
             stages += [
                 LocalStage(
@@ -307,19 +285,6 @@ class LocalStages:
     def of_first_pipeline(self) -> list[LocalStage]:
         """The stages that evaluate, and whose buffers are the model's."""
         return [stage for stage in self._stages if self.grid.pipeline(stage.index) == 0]
-
-    def restart_delay(self, *, replicas_too: bool = False) -> None:
-        """After weights were loaded: all copies get them, older versions are gone.
-
-        Args:
-            replicas_too: they may have loaded what is their own, unless loading failed.
-        """
-        self._ties.take_over()
-        if self.grid.num_pipelines > 1 or replicas_too:
-            take_over([stage.weights for stage in self._stages], self.grid.replica_group)
-        else:
-            for stage in self._stages:
-                stage.weights.engine.restart_delay()
 
     def submit_train_step(self, run: _C.Run) -> None:
         """Begins a train_step."""
@@ -414,35 +379,3 @@ def _loss_board(
         num_numbers=1 + len(options.metrics),
         runs_behind=schedule.forward_batches_behind,
     )
-
-
-def _end_engine(
-    executors: list[_C.Executor],
-    threads: list[list[int]],
-    losses: _C.LossBoard,
-    verdicts: _C.BatchVerdicts,
-    channels: Channels,
-    control: ControlPlane,
-    grid: RankGrid,
-) -> None:
-    """Ends a pipeline's threads and connections."""
-    if [threading.get_ident()] in threads:
-        # The garbage collector runs in any thread, also in one that is to be ended here.
-        arguments: tuple[object, ...] = (executors, [], losses, verdicts, channels, control, grid)
-        threading.Thread(target=_end_engine, args=arguments).start()
-        return
-    with contextlib.ExitStack() as steps:  # last one first; all of them, even if one is interrupted
-        # Ends waiting for a loss that will never exist.
-        reason = "the pipeline was closed"
-        steps.callback(control.fault.raise_, StageError(reason, cause=reason))
-        # The engine drops the groups after Python has, and so frees them without Python's
-        # lock, which their threads may need to end.
-        for executor in executors:
-            steps.callback(executor.drop_connections)
-        steps.callback(verdicts.drop_connections)
-        steps.callback(losses.close)
-        steps.callback(channels.close)
-        steps.callback(grid.close)
-        steps.callback(control.close)
-        for executor in executors:
-            steps.callback(executor.close)

@@ -26,7 +26,7 @@ from .messages import pack, unpack
 from .run_again import RunAgain
 from .stage_calls import StageCalls
 from .stage_weights import StageWeights
-from .written_buffers import Holder, WrittenBuffers
+from .written_buffers import Holder, WrittenBuffers, buffer_holders, replayed_places
 
 _NOTHING = contextlib.nullcontext()
 
@@ -168,8 +168,8 @@ class StageRunner:
         losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
         of_losses = [Holder(module._buffers, None) for module in losses]
         loss_places = [(holder, leaf) for holder, _ in of_losses for leaf in holder]
-        self.buffer_places = lambda: [*weights.replayed_places(), *loss_places]
-        self._buffers = WrittenBuffers(lambda: [*weights.buffer_holders(), *of_losses])
+        self.buffer_places = lambda: [*replayed_places(weights), *loss_places]
+        self._buffers = WrittenBuffers(lambda: [*buffer_holders(weights), *of_losses])
         self.calls = StageCalls()
         self._begun: list[tuple[int, int]] = []  # batches that may be taken back, and first runs
         self._engine = weights.engine

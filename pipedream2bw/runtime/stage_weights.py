@@ -19,7 +19,6 @@ from ..ranks.deadline import Deadline
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
-from .written_buffers import Holder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +58,7 @@ class StageWeights:
 
     Attributes:
         guards: of the handles, which let no gradient arrive there.
+        shared_owners: modules whose own tensors are not all of one stage.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class StageWeights:
         self.streams = spec.streams
         self.device = device
         self.model = model
-        self._root = root
+        self.root = root
         self.first = spec.first
         self.deadline = spec.deadline
         self._tied = spec.tied
-        self._shared_owners = spec.shared_owners
+        self.shared_owners = spec.shared_owners
         self.taken = taken
         used = (*program.parameters, *program.unused_parameters)
         self.in_root = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
@@ -127,7 +127,7 @@ class StageWeights:
     @property
     def is_shown(self) -> bool:
         """Whether its handles are the user's Parameters."""
-        return self._root is self.model
+        return self.root is self.model
 
     def parameters(self) -> list[nn.Parameter]:
         """The model's own Parameters that this stage holds, frozen ones too."""
@@ -163,36 +163,10 @@ class StageWeights:
         places = {}
         for name in self.buffer_names:
             owner, _, leaf = name.rpartition(".")
-            holder = self._root.get_submodule(owner)._buffers
+            holder = self.root.get_submodule(owner)._buffers
             if holder[leaf] is not None:
                 places[name] = (holder, leaf)
         return places
-
-    def replayed_places(self) -> list[tuple[dict[str, Any], str]]:
-        """Like :meth:`buffer_places`, for every buffer (None too) of the stage's modules."""
-        return [
-            (holder, leaf)
-            for holder, leaves in self.buffer_holders()
-            for leaf in (holder if leaves is None else leaves)
-        ]
-
-    def buffer_holders(self) -> list[Holder]:
-        """Where the stage's modules hold their buffers.
-
-        Of a module that has tensors of other stages, too, only what this stage uses.
-        """
-        names = (*self.trainable, *self.frozen, *self.buffer_names)
-        leaves: dict[str, list[str]] = {name.rpartition(".")[0]: [] for name in names}
-        for name in self.buffer_names:
-            owner, _, leaf = name.rpartition(".")
-            leaves[owner].append(leaf)
-        return [
-            Holder(
-                self._root.get_submodule(owner)._buffers,
-                of_owner if owner in self._shared_owners else None,
-            )
-            for owner, of_owner in leaves.items()
-        ]
 
     def bind(self, program: StageProgram) -> list[StageFunction]:
         """The program as one function for each weight slot."""

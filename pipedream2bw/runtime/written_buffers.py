@@ -7,12 +7,42 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .stage_weights import StageWeights
+
 
 class Holder(NamedTuple):
     """A module's dictionary of buffers, and which of them are meant; None: all, also new ones."""
 
     buffers: dict[str, Any]
     leaves: Sequence[str] | None
+
+
+def replayed_places(weights: StageWeights) -> list[tuple[dict[str, Any], str]]:
+    """The places of every buffer (None too) of the stage's modules."""
+    return [
+        (holder, leaf)
+        for holder, leaves in buffer_holders(weights)
+        for leaf in (holder if leaves is None else leaves)
+    ]
+
+
+def buffer_holders(weights: StageWeights) -> list[Holder]:
+    """Where the stage's modules hold their buffers.
+
+    Of a module that has tensors of other stages, too, only what this stage uses.
+    """
+    names = (*weights.trainable, *weights.frozen, *weights.buffer_names)
+    leaves: dict[str, list[str]] = {name.rpartition(".")[0]: [] for name in names}
+    for name in weights.buffer_names:
+        owner, _, leaf = name.rpartition(".")
+        leaves[owner].append(leaf)
+    return [
+        Holder(
+            weights.root.get_submodule(owner)._buffers,
+            of_owner if owner in weights.shared_owners else None,
+        )
+        for owner, of_owner in leaves.items()
+    ]
 
 
 class _Kept(NamedTuple):
