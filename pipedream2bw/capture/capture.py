@@ -8,23 +8,18 @@ generation know only one form.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from ..model.clone import structural_clone, trial_copy
-from ..model.surroundings import plain_modes, random_state_kept
+from ..model.surroundings import plain_modes
 from .arguments import CallSignature
-from .bytecode import read_bytecode
 from .captured import Captured, Draft
-from .chain import ModuleChain, as_root, chained, is_plain_sequential
-from .exporting import export
-from .layer_names import first_layers
-from .traced import Traced, reason_of
-from .tracing import trace
+from .chain import ModuleChain, as_root, call_chained
+from .search import Search, explained
+from .traced import Traced
 
 
 def capture(
@@ -68,18 +63,31 @@ def capture(
     first = root.children_in_order()[0] if isinstance(root, ModuleChain) else root
     signature = CallSignature(first.forward, tuple(example_args), dict(example_kwargs or {}))
     _check_rows(signature, set(replicated))
-    search = _Search(
-        root=root,
-        signature=signature,
-        num_stages=num_stages,
-        names=() if isinstance(split, str) else tuple(split),
-        replicated=set(replicated),
-        dynamic_shapes=dynamic_shapes,
-        demand=why_not or (lambda captured: None),
-        balances=balances,
-    )
+    names = () if isinstance(split, str) else tuple(split)
+    reasons: list[str] = []
     with plain_modes():
-        return _checked(root, search.capture(prefer))
+        how = "list" if isinstance(root, ModuleChain) else None
+        if isinstance(root, nn.Sequential) and prefer in (None, "sequential"):
+            reason = _why_not_sequential(root, signature, num_stages, names)
+            how = "sequential" if reason is None else None
+            reasons += [] if reason is None else [f"sequential: {reason}"]
+        if how is not None:
+            draft = Draft(root, how, chained(root, signature), signature)
+            is_given = balances and draft.num_layers == num_stages
+            captured = draft.dry_run(None) if is_given else draft.captured
+        else:
+            search = Search(
+                root=root,
+                signature=signature,
+                num_stages=num_stages,
+                names=names,
+                replicated=set(replicated),
+                dynamic_shapes=dynamic_shapes,
+                demand=why_not or (lambda captured: None),
+                reasons=reasons,
+            )
+            captured = search.capture(prefer)
+        return _checked(root, captured)
 
 
 def split_model_args(
@@ -93,135 +101,6 @@ def split_model_args(
     """
     values = captured.signature.tensors_of(args, kwargs)
     return [values[position] for position in captured.input_positions]
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Search:
-    """Tries the ways of capture until one serves; collects why the others do not."""
-
-    root: nn.Module
-    signature: CallSignature
-    num_stages: int
-    names: tuple[str, ...]
-    replicated: set[str]
-    dynamic_shapes: bool
-    demand: Callable[[Captured], str | None]
-    balances: bool
-    reasons: list[str] = dataclasses.field(default_factory=list)
-
-    def capture(self, prefer: str | None) -> Captured:
-        root, signature = self.root, self.signature
-        if isinstance(root, ModuleChain):
-            return self._chained("list", root)
-        if isinstance(root, nn.Sequential) and prefer in (None, "sequential"):
-            reason = _why_not_sequential(root, signature, self.num_stages, self.names)
-            if reason is None:
-                return self._chained("sequential", root)
-            self.reasons.append(f"sequential: {reason}")
-        second_best: list[Draft] = []
-        ways = ("fx", "export", "dynamo")
-        for how in sorted(ways, key=lambda way: way != prefer):
-            try:
-                traced = self._traced(how)
-            except Exception as error:
-                self.reasons.append(f"{how}: {reason_of(error)}")
-                continue
-            draft = Draft(root, how, traced, signature, notes=self.reasons)
-            sizes = draft.parameter_bytes
-            if len(sizes) < self.num_stages:
-                self.reasons.append(f"{how}: {len(sizes)} layers, num_stages: {self.num_stages}")
-                continue
-            # Costs, which take a run on fake tensors, are found where no other way serves.
-            reason = self._why_unbalanced("parameters", sizes, draft) or self._why_not(draft)
-            if reason is None:
-                return draft.captured
-            second_best.append(draft)
-            self.reasons.append(f"{how}: {reason}")
-        served = []
-        for draft in second_best:
-            captured = draft.captured
-            if (reason := self._why_unfit(captured)) is None:
-                served.append(captured)
-            else:
-                self.reasons.append(f"{captured.how}: {reason}")
-        if not served:
-            reasons = "; ".join(dict.fromkeys(self.reasons))
-            raise ValueError(
-                f"the model ({type(root).__name__}, in {'train' if root.training else 'eval'} "
-                f"mode) could not be captured for {self.num_stages} "
-                f"stage{'' if self.num_stages == 1 else 's'}: "
-                f"{reasons}. Pass a list of modules (one for each stage), or change what the "
-                "reasons name"
-            )
-        # Names that neither graph knows are refused where the stages' boundaries are chosen.
-        best = min(served, key=lambda captured: len(_unknown(captured, self.names)))
-        return dataclasses.replace(best, notes=tuple(dict.fromkeys([*best.notes, *self.reasons])))
-
-    def _chained(self, how: str, root: ModuleChain | nn.Sequential) -> Captured:
-        draft = Draft(root, how, chained(root, self.signature), self.signature)
-        is_given = self.balances and draft.num_layers == self.num_stages
-        return draft.dry_run(None) if is_given else draft.captured
-
-    def _traced(self, how: str) -> Traced:
-        # With dictionaries of buffers of its own: a forward may assign to them.
-        buffers = {buffer: buffer for buffer in self.root.buffers()}
-        scratch = structural_clone(self.root, {}, buffers, on_trial=True)
-        if how == "fx":
-            return trace(scratch, self.signature)
-        make = export if how == "export" else read_bytecode
-        return make(scratch, self.signature, self.replicated, dynamic_shapes=self.dynamic_shapes)
-
-    def _why_unfit(self, captured: Captured) -> str | None:
-        return captured.found.unfit or self.demand(captured)
-
-    def _why_not(self, draft: Draft) -> str | None:
-        captured = draft.captured
-        if (reason := self._why_unfit(captured)) is not None:
-            return reason
-        if unknown := _unknown(captured, self.names):
-            return f"split names {unknown[0]!r}, where its graph has no layer"
-        costs = [
-            (layer.name, layer.forward_cost + layer.backward_cost) for layer in captured.layers
-        ]
-        return self._why_unbalanced("cost", costs, draft)
-
-    def _why_unbalanced(
-        self, what: str, sizes: Sequence[tuple[str, float]], draft: Draft
-    ) -> str | None:
-        """Names a module that could not be traced and is too large for stages of equal cost."""
-        whole, leaves = sum(size for _, size in sizes), draft.traced.leaves
-        for name, size in sizes:
-            if name in leaves and size * self.num_stages > 1.1 * whole:
-                return (
-                    f"{name} has {size / whole:.0%} of the {what}, num_stages: {self.num_stages}, "
-                    f"and cannot be traced: {leaves[name]}"
-                )
-        return None
-
-
-def _checked(root: nn.Module, captured: Captured) -> Captured:
-    """Refuses a model that no graph can stand for.
-
-    Where a layer failed on fake tensors the model runs, on copies of all that it may write to, to
-    see whether its arguments are wrong.
-    """
-    if captured.found.unfit is not None:
-        raise ValueError(f"the model ({type(root).__name__}): {captured.found.unfit}")
-    error = captured.found.error
-    if error is None:
-        return captured
-    clone = trial_copy(root)
-    examples = [leaf.example.detach().clone() for leaf in captured.signature.tensors]
-    args, kwargs = captured.signature.rebuild(examples)
-    try:
-        with random_state_kept(), torch.no_grad():
-            clone(*args, **kwargs)
-    except Exception as refusal:
-        raise ValueError(
-            f"the model refuses the example arguments: {reason_of(refusal)}"
-        ) from refusal
-    note = f"costs of {', '.join(captured.found.unknown)} are guessed: {reason_of(error)}"
-    return dataclasses.replace(captured, notes=(*captured.notes, note))
 
 
 def _check_rows(signature: CallSignature, replicated: set[str]) -> None:
@@ -244,10 +123,20 @@ def _check_rows(signature: CallSignature, replicated: set[str]) -> None:
             )
 
 
+def _checked(root: nn.Module, captured: Captured) -> Captured:
+    """Refuses a model that no graph can stand for."""
+    if captured.found.unfit is not None:
+        raise ValueError(f"the model ({type(root).__name__}): {captured.found.unfit}")
+    error = captured.found.error
+    if error is None:
+        return captured
+    return explained(root, captured, error)
+
+
 def _why_not_sequential(
     root: nn.Sequential, signature: CallSignature, num_stages: int, names: Sequence[str]
 ) -> str | None:
-    if not is_plain_sequential(root):
+    if type(root).forward is not nn.Sequential.forward or "forward" in root.__dict__:
         return "its forward is not nn.Sequential's"
     if len(root) < num_stages:
         return f"{len(root)} children, num_stages: {num_stages}"
@@ -262,6 +151,17 @@ def _why_not_sequential(
     return None
 
 
-def _unknown(captured: Captured, names: Sequence[str]) -> list[str]:
-    known = first_layers(captured)
-    return [name for name in names if name not in known]
+def chained(root: nn.Module, signature: CallSignature) -> Traced:
+    """Makes the graph of modules that are called one after another, with one node for each."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(leaf.name) for leaf in signature.tensors]
+    args, kwargs = signature.rebuild(inputs)
+    first, *rest = root._modules
+    value = graph.call_module(first, args, kwargs)
+    for name in rest:
+        if isinstance(root, ModuleChain):
+            value = graph.call_function(call_chained, (graph.get_attr(name), value))
+        else:
+            value = graph.call_module(name, (value,))
+    graph.output(value)
+    return Traced(graph=graph, module=root)

@@ -1,15 +1,13 @@
-"""Capturing without tracing: lists of modules and nn.Sequential are already sequences of layers."""
+"""Lists of modules, which are called one after another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from ..model.materialize import home_of
-from .arguments import CallSignature
-from .traced import Traced
 
 
 class ModuleChain(nn.Module):
@@ -40,31 +38,6 @@ class ModuleChain(nn.Module):
 def call_chained(module: nn.Module, value: Any) -> Any:
     """Calls a module of a list with what the one before it returned."""
     return module(*value) if type(value) is tuple else module(value)
-
-
-def chained(root: ModuleChain | nn.Sequential, signature: CallSignature) -> Traced:
-    """Makes the graph of modules that are called one after another, with one node for each."""
-    graph = fx.Graph()
-    inputs = [graph.placeholder(leaf.name) for leaf in signature.tensors]
-    args, kwargs = signature.rebuild(inputs)
-    first, *rest = root._modules
-    value = graph.call_module(first, args, kwargs)
-    for name in rest:
-        if isinstance(root, ModuleChain):
-            value = graph.call_function(call_chained, (graph.get_attr(name), value))
-        else:
-            value = graph.call_module(name, (value,))
-    graph.output(value)
-    return Traced(graph=graph, module=root)
-
-
-def is_plain_sequential(root: nn.Module) -> bool:
-    """Tells whether calling ``root`` is calling its children in order, with one value each."""
-    return (
-        isinstance(root, nn.Sequential)
-        and type(root).forward is nn.Sequential.forward
-        and "forward" not in root.__dict__
-    )
 
 
 def as_root(model: nn.Module | Sequence[nn.Module]) -> nn.Module:

@@ -10,9 +10,8 @@ from torch import nn
 
 from pipedream2bw.capture import captured as captured_module
 from pipedream2bw.capture.arguments import CallSignature
-from pipedream2bw.capture.capture import capture
+from pipedream2bw.capture.capture import capture, chained
 from pipedream2bw.capture.captured import Captured, Draft
-from pipedream2bw.capture.chain import chained
 from pipedream2bw.capture.dry_run import Findings, dry_run
 from pipedream2bw.stages.boundaries import choose_boundaries, values_between
 
