@@ -26,9 +26,10 @@ from ..model.surroundings import (
     torch_reports_silenced,
 )
 from ..model.trees import tensors_in
-from .arguments import CallSignature, TensorLeaf
+from .arguments import CallSignature
 from .own_program import note_changes
 from .shape_rule import ShapeRule
+from .templates import TensorLeaf
 from .traced import Traced
 
 
