@@ -12,7 +12,7 @@ from ..ranks.operations import Operation
 from ..runtime.extension import Extension, Kept, joined, parted, saved_by
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
-from .fused import load_states, show_states, take_states
+from .fused_state import load_states, show_states, take_states
 from .own_step import first_states, options_of
 from .shares import all_shares, forget_others, whole_states
 from .state_by_name import (

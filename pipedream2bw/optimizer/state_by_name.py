@@ -16,7 +16,8 @@ import torch
 from .. import _C
 from ..runtime.extension import Extension, joined
 from ..runtime.stage_weights import StageWeights
-from .fused import Holder, parameters_of, read_state
+from .fused import Holder, parameters_of
+from .fused_state import read_state
 from .own_step import StageStepper, changed_by
 
 STALENESS = "staleness"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,30 +10,11 @@ import torch.distributed as dist
 from .. import _C
 from .deadline import Deadline
 from .grid import RankGrid
-from .groups import (
-    TIMEOUT,
-    backends_of,
-    destroy_groups,
-    go_over_hosts,
-    new_group,
-    options_of_messages,
-)
-from .rings import ChannelEnds, DeviceRing, PeerWatch, agreed_by_all, make_device_ring, make_ring
+from .process_channels import ProcessChannels
 
 
 class Channels:
     """Both directions of every edge that ends in this process; made once, shared by all wirings.
-
-    In processes each direction of an edge has a two-rank group of its own, so that neither ever
-    waits behind the other.
-
-    A device's group knows the device's tensors alone, so headers go over the control group. Its
-    connections are made here, in one order on all ranks: made by the first messages, two ranks that
-    both send first would wait for each other.
-
-    Messages between devices go through memory of the devices that both processes share, where all
-    replicas' processes of the edge can do that; else over a group of the devices; and where there
-    is none, over the hosts' memory.
 
     Args:
         devices: of each stage.
@@ -56,16 +36,20 @@ class Channels:
     ) -> None:
         self._grid = grid
         self._devices = devices
-        # As many messages as can be sent before the receiver has to take one.
-        self._most_under_way = max(in_flight) + 1
-        self._control = control
-        self._deadline = deadline
-        self._groups: list[dist.ProcessGroup] = []
-        self._watches: list[PeerWatch] = []
         self._made: set[tuple[int, int]] = set()
-        self._unconnected: list[_C.ProcessGroupSender | _C.ProcessGroupReceiver] = []
         self.senders: dict[tuple[int, int], _C.Sender] = {}
         self.receivers: dict[tuple[int, int], _C.Receiver] = {}
+        self._between = None
+        if control is not None:
+            # As many messages as can be sent before the receiver has to take one.
+            most_under_way = max(in_flight) + 1
+            self._between = ProcessChannels(
+                grid,
+                devices=devices,
+                most_under_way=most_under_way,
+                control=control,
+                deadline=deadline,
+            )
 
     def make(self, edges: Sequence[tuple[int, int]]) -> None:
         """Makes what is missing between producers and consumers. Every rank calls it alike."""
@@ -75,98 +59,29 @@ class Channels:
             for edge in ((producer, consumer), (consumer, producer))
             if edge not in self._made
         ]
-        with_rings = self._make_rings(missing)
+        between = self._between
+        with_rings = {} if between is None else between.make_rings(missing)
         for edge in missing:
-            if edge not in with_rings:
+            if edge in with_rings:
+                self._keep(edge, *with_rings[edge])
+            else:
                 self._make(*edge)
         self._made.update(missing)
-        for end in self._unconnected:
-            self._deadline.wait("connecting stages", end.connect)
-        self._unconnected.clear()
-
-    def _make_rings(self, edges: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Joins devices by memory that they share; gives the edges where all ranks could."""
-        grid, control = self._grid, self._control
-        if control is None:
-            return set()
-        between_devices = [
-            (source, destination)
-            for source, destination in edges
-            if not grid.share_a_rank(source, destination)
-            and self._devices[source].type == self._devices[destination].type != "cpu"
-        ]
-        if not between_devices:
-            return set()
-        made: dict[tuple[int, int], DeviceRing | None] = {}
-        for edge in between_devices:
-            peers = (grid.process_of(edge[0]), grid.process_of(edge[1]))
-            if dist.get_rank() in peers:
-                device = self._devices[edge[peers.index(dist.get_rank())]]
-                made[edge] = make_device_ring(
-                    control, peers, device, self._most_under_way, self._deadline
-                )
-        can = [edge not in made or made[edge] is not None for edge in between_devices]
-        agreed = agreed_by_all(can, control, self._deadline)
-        with_rings = {edge for edge, is_so in zip(between_devices, agreed, strict=True) if is_so}
-        watch = PeerWatch(self._deadline.fault)
-        for edge in with_rings & made.keys():
-            ring = made[edge]
-            assert ring is not None
-            watch.add(ring)
-            self._keep(edge, ring.ends)
-        watch.start()
-        self._watches.append(watch)
-        return with_rings
+        if between is not None:
+            between.connect()
 
     def _make(self, source: int, destination: int) -> None:
-        grid = self._grid
         edge = (source, destination)
-        if not grid.in_processes or grid.share_a_rank(source, destination):
-            channel = _C.LocalChannel(
-                source=self._devices[source], destination=self._devices[destination]
-            )
-            self.senders[edge], self.receivers[edge] = channel, channel
+        if self._between is not None and not self._grid.share_a_rank(source, destination):
+            self._keep(edge, *self._between.make(source, destination))
             return
-        ends = (self._devices[source], self._devices[destination])
-        on_hosts = go_over_hosts({device.type for device in ends})
-        backend = backends_of().get("cpu" if on_hosts else ends[0].type, "gloo")
-        group = new_group(
-            grid.teams_of(edge),
-            self._deadline,
-            backend,
-            None if on_hosts else TIMEOUT,
-            None if on_hosts else options_of_messages(backend),
-        )
-        if group is None:
-            return
-        self._groups.append(group)
-        peers = (grid.process_of(source), grid.process_of(destination))
-        ring, headers = None, None
-        if on_hosts:
-            ring = make_ring(group, *peers, self._most_under_way, self._deadline)
-        else:
-            assert self._control is not None
-            headers = (self._control, source * grid.num_stages + destination)
-        device = ends[peers.index(dist.get_rank())]
-        own = end_of_channel(
-            group,
-            *peers,
-            device,
-            self._most_under_way,
-            fault=self._deadline.fault,
-            ring=ring,
-            headers=headers,
-        )
-        self._keep(edge, own)
-        if not on_hosts:
-            self._unconnected += [
-                end
-                for end in own
-                if isinstance(end, (_C.ProcessGroupSender, _C.ProcessGroupReceiver))
-            ]
+        devices = self._devices
+        channel = _C.LocalChannel(source=devices[source], destination=devices[destination])
+        self.senders[edge], self.receivers[edge] = channel, channel
 
-    def _keep(self, edge: tuple[int, int], own: ChannelEnds) -> None:
-        sender, receiver = own
+    def _keep(
+        self, edge: tuple[int, int], sender: _C.Sender | None, receiver: _C.Receiver | None
+    ) -> None:
         if sender is not None:
             self.senders[edge] = sender
         if receiver is not None:
@@ -174,57 +89,9 @@ class Channels:
 
     def close(self) -> None:
         """Drops the channels and their connections; peers that wait get an error."""
-        for watch in self._watches:
-            watch.close()
-        self._watches.clear()
+        if self._between is not None:
+            self._between.close_watches()
         self.senders.clear()
         self.receivers.clear()
-        destroy_groups(self._groups)
-        self._groups.clear()
-
-
-def end_of_channel(
-    group: dist.ProcessGroup,
-    source: int,
-    destination: int,
-    device: torch.device,
-    most_under_way: int,
-    *,
-    fault: _C.Fault,
-    ring: _C.SharedRing | None = None,
-    headers: tuple[dist.ProcessGroup, int] | None = None,
-) -> ChannelEnds:
-    """This process's end of a channel from one rank of a group to another.
-
-    Args:
-        device: of this end's tensors.
-        fault: is raised where a message cannot be sent and no call is there to say so.
-        ring: memory that both ranks share.
-        headers: for a group of devices: a group of hosts, and a tag of this channel's own there.
-            None: the group is one of hosts.
-    """
-    is_source = dist.get_rank() == source
-    peer = destination if is_source else source
-    on_hosts = headers is None
-    is_staged = on_hosts and device.type != "cpu"
-    way_of_headers = None
-    if headers is not None:
-        hosts, tag = headers
-        way_of_headers = (hosts.group_name, dist.get_group_rank(hosts, peer), tag)
-    options: dict[str, Any] = {
-        "group": group.group_name,
-        "peer": dist.get_group_rank(group, peer),
-        "peer_rank": peer,
-        "device": torch.device("cpu") if on_hosts else device,
-        "ring": ring,
-        "headers": way_of_headers,
-    }
-    if is_source:
-        sender = _C.ProcessGroupSender(**options, max_unawaited=most_under_way)
-        if is_staged:
-            return _C.StagedSender(hosts=sender, device=device, fault=fault), None
-        return sender, None
-    # What a device waits for holds up all that it is given later, so the engine says when.
-    posted_ahead = 2 if on_hosts else 0
-    receiver = _C.ProcessGroupReceiver(**options, posted_ahead=posted_ahead, pins_memory=is_staged)
-    return None, _C.StagedReceiver(hosts=receiver, device=device) if is_staged else receiver
+        if self._between is not None:
+            self._between.close()

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from pipedream2bw import _C
 from pipedream2bw.ranks import channels
-from pipedream2bw.ranks.channels import end_of_channel
 from pipedream2bw.ranks.deadline import Deadline
 from pipedream2bw.ranks.groups import (
     backends_of,
@@ -22,6 +21,7 @@ from pipedream2bw.ranks.groups import (
     new_group,
     options_of_messages,
 )
+from pipedream2bw.ranks.process_channels import end_of_channel
 from tests.distributed.test_exactness import check
 from tests.runs.launch import run_ranks
 from tests.samples.models import TASKS
