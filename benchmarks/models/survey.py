@@ -57,7 +57,7 @@ from benchmarks.measuring.kept import Kept
 from benchmarks.measuring.report import arguments, compact, describe, machine
 from benchmarks.models import perception, text, vision
 from benchmarks.models.zoo import Example, Model, mean_square
-from pipedream2bw.capture.layer_names import place_of
+from pipedream2bw.capture.captured import place_of
 from tests.references.mixed_oracle import MixedOracle, lowered
 from tests.references.oracle import Batch, Oracle
 

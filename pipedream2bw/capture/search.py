@@ -12,9 +12,8 @@ from ..model.clone import structural_clone, trial_copy
 from ..model.surroundings import random_state_kept
 from .arguments import CallSignature
 from .bytecode import read_bytecode
-from .captured import Captured, Draft
+from .captured import Captured, Draft, first_layers
 from .exporting import export
-from .layer_names import first_layers
 from .traced import Traced, reason_of
 from .tracing import trace
 

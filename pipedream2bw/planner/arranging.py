@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.captured import Captured
-from ..capture.layer_names import names_of_layers
+from ..capture.captured import Captured, names_of_layers
 from ..json_document import given_or_loaded
 from ..model.fingerprint import describe_parameters, fingerprint_of
 from ..model.precision import Precision

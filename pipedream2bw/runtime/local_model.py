@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.layer_names import place_of
+from ..capture.captured import place_of
 from ..model.checkpoint import Checkpoint
 from ..stages.modes import Mode
 from .extension import Extensions

@@ -24,8 +24,8 @@ from .graphs import graph_setup, with_graphs
 from .interrupts import interrupts_later
 from .joint_updates import JointUpdates
 from .runner import BoundProgram, StageOptions, StageRunner, while_alive
-from .stage_weights import StageSpec, StageWeights
-from .taking_over import share_out
+from .stage_values import take_over
+from .stage_weights import StageSpec, StageWeights, share_out
 from .tied_copies import Tie, TiedCopies, find_ties, is_trained
 
 
@@ -99,6 +99,7 @@ class LocalStages:
         self.losses = _loss_board(grid, control, options, schedule)
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties), mode.captured.found.hooked)
+        take_over(weights, grid.replica_group)
         self.ties = TiedCopies(ties, grid, weights) if ties else None
         kept = [*root.buffers(), *(tensor for each in weights for tensor in each.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..model.clone import copy_training_flags
+from ..model.clone import copies_of_buffers, copy_training_flags, structural_clone
 from ..model.precision import Precision
 from ..model.storages import storage_of
 from ..ranks.deadline import Deadline
@@ -222,6 +222,68 @@ class StageWeights:
         slots = (self.engine.slot_buffers(slot) for slot in range(self.engine.num_slots))
         tensors = itertools.chain(*slots, self.frozen.values(), self.buffers)
         return set(map(storage_of, tensors))
+
+
+def share_out(
+    model: nn.Module, specs: Sequence[StageSpec], hooked: Collection[str]
+) -> list[StageWeights]:
+    """Takes the model over: the weights of the stages that this process runs.
+
+    Args:
+        hooked: names of the modules on which a forward registers hooks.
+    """
+    made: list[StageWeights] = []
+    taken: dict[nn.Module, set[str]] = {}  # by root
+    for pipeline in sorted({spec.pipeline for spec in specs}):
+        mine = [spec for spec in specs if spec.pipeline == pipeline]
+        root = (
+            model
+            if pipeline == 0 or mine[0].copies is None
+            else _second_model(model, mine[0].precision)
+        )
+        of_pipeline: list[StageWeights] = []
+        names = taken.setdefault(root, set())
+        for spec in mine:
+            of_pipeline.append(StageWeights(model, root, spec, frozenset(names)))
+            names.update(of_pipeline[-1].in_root)
+        for group in _without_common_parameters(of_pipeline):
+            _make_clones(model, root, group, hooked)
+        made += of_pipeline
+    return made
+
+
+def _second_model(model: nn.Module, precision: Precision) -> nn.Module:
+    """The model over parameters and buffers of its own, for a second pipeline in this process."""
+    parameters = {parameter: another_copy(parameter, precision) for parameter in model.parameters()}
+    return structural_clone(model, parameters, copies_of_buffers(model))
+
+
+def _without_common_parameters(stages: Sequence[StageWeights]) -> list[list[StageWeights]]:
+    """Groups of stages that one clone serves."""
+    groups: list[list[StageWeights]] = []
+    for stage in stages:
+        for group in groups:
+            if all(stage.in_root.keys().isdisjoint(other.in_root) for other in group):
+                group.append(stage)
+                break
+        else:
+            groups.append([stage])
+    return groups
+
+
+def _make_clones(
+    model: nn.Module, root: nn.Module, stages: Sequence[StageWeights], hooked: Collection[str]
+) -> None:
+    modules = [root.get_submodule(name) for name in hooked]
+    for slot in range(max(stage.engine.num_slots for stage in stages)):
+        mapping: dict[nn.Parameter, nn.Parameter] = {}
+        for stage in stages:
+            mapping.update(stage.in_slot(slot % stage.engine.num_slots))
+        clone = structural_clone(root, mapping, hooked=modules)
+        copy_training_flags(model, clone)
+        for stage in stages:
+            if slot < stage.engine.num_slots:
+                stage.clones.append(clone)
 
 
 def another_copy(

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import fx, nn
 
 from ..capture.attribute import Attribute
-from ..capture.captured import Captured, layer_name
-from ..capture.layer_names import modules_around
+from ..capture.captured import Captured, layer_name, modules_around
 from .codegen import LastUses, Write, Writer
 from .recompute import Block
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from .. import _C
-from ..capture.captured import Captured
-from ..capture.layer_names import block_around, describe_layer, first_layers
+from ..capture.captured import Captured, block_around, describe_layer, first_layers
 from .program import StageProgram
 
 _FOR_WHOLE_BLOCKS = 1.01

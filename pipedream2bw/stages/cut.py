@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from .. import _C
-from ..capture.captured import Captured
-from ..capture.layer_names import names_of_layers
+from ..capture.captured import Captured, names_of_layers
 from .codegen import Write, generate
 from .program import StageProgram
 

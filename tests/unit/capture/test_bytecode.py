@@ -12,7 +12,7 @@ from torch import nn
 
 import pipedream2bw as pd2
 from pipedream2bw.capture.capture import capture
-from pipedream2bw.capture.layer_names import first_layers
+from pipedream2bw.capture.captured import first_layers
 
 WIDTH = 4
 
