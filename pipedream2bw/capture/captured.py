@@ -147,7 +147,14 @@ class Draft:
         compares = self._how == "fx"  # the other ways run the model's own code
         call = self._signature if compares or self.traced.changes_attributes else None
         found = dry_run(
-            root, graph, names.attribute_of, examples, counter, call=call, compares=compares
+            root,
+            graph,
+            names.attribute_of,
+            examples,
+            counter,
+            call=call,
+            compares=compares,
+            is_chain=self._how in ("list", "sequential"),
         )
         names_of_layers = map(layer_name, self._layers)
         costs = found.costs

@@ -34,7 +34,7 @@ from .arguments import CallSignature
 from .attribute import Attribute, nodes_with_attributes
 from .costs import CostCounter, LayerCosts
 from .graph_run import GraphRun
-from .own_program import why_unfit, why_unfit_by_values
+from .own_program import PlainAttributes, why_unfit, why_unfit_by_values
 
 _PLACE = (0, 0, _C.ALL_DRAWS, 0)  # of random numbers
 ANY_DRAWS = 2**32
@@ -93,23 +93,24 @@ def dry_run(
     *,
     call: CallSignature | None = None,
     compares: bool = False,
+    is_chain: bool = False,
 ) -> Findings:
     """Runs ``graph`` on fake copies of ``root``'s tensors and of ``examples``.
 
     Nothing is computed, and the model, its buffers and the random state stay as they are.
     ``counter`` counts what the layers cost. ``call`` has the model called, too, to see whether its
     forwards depend on earlier ones, and with ``compares`` whether they call the operators that the
-    graph calls; where fake tensors are not enough for that, copies of the model compute.
+    graph calls; where fake tensors are not enough for that, copies of the model compute. A run of
+    ``is_chain`` is the model's forward: if that changes no attribute, no later one depends on it.
     """
+    named = [attribute_of(node) for node in graph.nodes if node.op in ("call_module", "get_attr")]
+    whole = [attribute.target for attribute in named if attribute.kind == "module"]
     with torch_reports_silenced():
         dry = _DryRun(root, graph, attribute_of, examples, counter=counter)
+        before = dry.attributes(whole) if is_chain else None
         found = dry.findings(records=compares)
-        if call is None:
+        if call is None or (before is not None and not before.changed()):
             return found
-        named = [
-            attribute_of(node) for node in graph.nodes if node.op in ("call_module", "get_attr")
-        ]
-        whole = [attribute.target for attribute in named if attribute.kind == "module"]
         is_told = not found.unknown
         if is_told:
             try:
@@ -162,6 +163,9 @@ class _DryRun(GraphRun):
         if self._counter is not None:
             self._result.costs = self._counter.end()
         return self._result
+
+    def attributes(self, whole: Collection[str]) -> PlainAttributes:
+        return PlainAttributes(self._root, whole)
 
     def why_unfit(
         self, call: CallSignature, whole: Collection[str], *, compares: bool
