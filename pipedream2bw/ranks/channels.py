@@ -11,6 +11,7 @@ from .. import _C
 from .deadline import Deadline
 from .grid import RankGrid
 from .process_channels import ProcessChannels
+from .process_grid import ProcessGrid
 
 
 class Channels:
@@ -40,7 +41,8 @@ class Channels:
         self.senders: dict[tuple[int, int], _C.Sender] = {}
         self.receivers: dict[tuple[int, int], _C.Receiver] = {}
         self._between = None
-        if control is not None:
+        if isinstance(grid, ProcessGrid):
+            assert control is not None
             # As many messages as can be sent before the receiver has to take one.
             most_under_way = max(in_flight) + 1
             self._between = ProcessChannels(

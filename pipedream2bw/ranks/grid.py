@@ -1,191 +1,60 @@
-"""Which process runs which stages of which replica, also by a DeviceMesh."""
+"""Which process runs which stages of which replica."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .deadline import Deadline
-from .groups import connect_devices, destroy_groups, new_group
-
-REPLICAS, STAGES, SHARDS = "dp", "pp", "tp"
-
 
 Places = Sequence[Sequence[Sequence[int]]]
 """The process of each shard, replica and rank of the schedule, in that order."""
 
 
-def check_mesh(mesh: object, width: int) -> int:
-    """The width that goes with ``mesh``, ``width`` if that is None.
-
-    Raises:
-        TypeError, ValueError: it is no mesh of all processes, or its dimensions are not known here.
-    """
-    if mesh is None:
-        return width
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: {type(mesh).__name__} given, it must be a DeviceMesh")
-    names = mesh.mesh_dim_names or ()
-    if STAGES not in names or not set(names) <= {REPLICAS, STAGES, SHARDS}:
-        raise ValueError(
-            f"mesh: its dimensions are {names or 'without names'}, they must be 'pp', and 'dp' and "
-            "'tp' where there are replicas and tensor-parallel stages"
-        )
-    processes = sorted(mesh.mesh.flatten().tolist())
-    world = dist.get_world_size()
-    if processes != list(range(world)):
-        raise ValueError(
-            f"mesh: ranks {processes}, world size: {world}: every process must be in the mesh once"
-        )
-    size = _size(mesh, REPLICAS)
-    if width not in (1, size):
-        raise ValueError(f"width: {width}, 'dp' of the mesh: {size}: leave out width")
-    return size
-
-
-def places_in(mesh: DeviceMesh | None, width: int, num_ranks: int) -> Places:
-    """Where everything is; without a mesh the ranks of a replica are adjacent.
-
-    Args:
-        num_ranks: of the schedule.
-
-    Raises:
-        ValueError: the mesh has another number of stages.
-    """
-    if mesh is None:
-        return [[list(range(i * num_ranks, (i + 1) * num_ranks)) for i in range(width)]]
-    if _size(mesh, STAGES) != num_ranks:
-        raise ValueError(
-            f"'pp' of the mesh: {_size(mesh, STAGES)}, ranks of the schedule: {num_ranks}: every "
-            "rank of a replica is one process"
-        )
-    names = mesh.mesh_dim_names or ()
-    order = [names.index(name) for name in (SHARDS, REPLICAS, STAGES) if name in names]
-    places = mesh.mesh.permute(order).reshape(_size(mesh, SHARDS), width, num_ranks)
-    found: Places = places.tolist()
-    return found
-
-
-def mesh_of(places: Places, device_type: str, deadline: Deadline) -> DeviceMesh:
-    """A mesh of the dimensions "dp" and "pp". Every process calls it."""
-    (replicas,) = places
-    make = functools.partial(
-        DeviceMesh, device_type, torch.tensor(replicas), mesh_dim_names=(REPLICAS, STAGES)
-    )
-    return deadline.wait("making the mesh", make)
-
-
-def described(mesh: object) -> str:
-    """For comparing it between ranks."""
-    if isinstance(mesh, DeviceMesh):
-        return f"{mesh.mesh_dim_names} {mesh.mesh.tolist()}"
-    return str(mesh)
-
-
-def _size(mesh: DeviceMesh, name: str) -> int:
-    names = mesh.mesh_dim_names or ()
-    return int(mesh.size(names.index(name))) if name in names else 1
-
-
 class RankGrid:
-    """Which process runs which stages of which replica.
+    """Which process runs which stages of which replica: one runs all, each rank in a thread.
 
-    With p ranks in the schedule, process replica * p + r runs the stages of rank r, where no mesh
-    says otherwise. A world of one process runs all of them, each rank in a thread. Every process
-    makes it, with the same arguments.
-
-    Where stages are tensor-parallel there is such a grid for each shard of them, apart from the
-    others: each process has the groups of its own shard, and all make those of all.
-
-    Stages are the schedule's: with two pipelines each stage of the model has two.
+    Of several processes there is a :class:`ProcessGrid`. Every process makes it, with the same
+    arguments. Stages are the schedule's: with two pipelines each stage of the model has two.
 
     Args:
         placement: the schedule's rank of each stage.
         num_pipelines: the schedule's.
-        width: number of replicas.
-        world: number of processes.
         deadline: ends waiting for other processes.
-        mesh: of all processes, see :func:`check_mesh`.
-        order: without a mesh, the process of each replica's rank, [replicas][ranks]; None: a
-            replica's ranks are adjacent.
 
     Attributes:
-        num_stages, num_pipelines, width, mesh, deadline: as given.
+        placement, num_pipelines, deadline: as given.
+        num_stages, num_ranks: of the schedule.
         depth: stages of the model.
+        width: number of replicas.
+        in_processes: whether there are several.
         places: all processes. num_shards: of each tensor-parallel stage.
+        mesh: of all processes, once there is one.
         rank, replica, shard: this process, and its replica and shard.
         local_ranks, stages: the schedule's ranks and stages that this process runs.
-
-    Raises:
-        ValueError: the world's size is not width * p, or width > 1 in one process.
     """
 
-    def __init__(
-        self,
-        *,
-        placement: Sequence[int],
-        num_pipelines: int,
-        width: int,
-        world: int,
-        deadline: Deadline,
-        mesh: DeviceMesh | None = None,
-        order: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    in_processes = False
+
+    def __init__(self, placement: Sequence[int], num_pipelines: int, deadline: Deadline) -> None:
         self.num_stages = len(placement)
         self.num_pipelines = num_pipelines
         self.depth = len(placement) // num_pipelines
-        self.width = width
+        self.width = self.num_shards = 1
         self.rank = self.replica = self.shard = 0
-        self._placement = list(placement)
-        p = max(placement) + 1
-        self.local_ranks = list(range(p))
+        self.placement = list(placement)
+        self.num_ranks = max(placement) + 1
+        self.local_ranks = list(range(self.num_ranks))
         self.stages = list(range(self.num_stages))
-        self.places: Places = [[[0] * p]]
-        self.num_shards = 1
+        self.places: Places = [[[0] * self.num_ranks]]
+        self.mesh: DeviceMesh | None = None
         self.deadline = deadline
         # By what the processes share: a stage of the model, several stages, (None) a replica, or
         # ("model") the model.
         self._groups: dict[int | tuple[int, ...] | str | None, dist.ProcessGroup] = {}
-        self.mesh = mesh
-        self.in_processes = world > 1
-        if not self.in_processes:
-            if width != 1:
-                raise ValueError(
-                    f"width: {width}, processes: 1: replicas need one process per rank of the "
-                    f"schedule and replica: run under torchrun --nproc-per-node {width * p}"
-                )
-            return
-        if mesh is None and world != width * p:
-            what = "stages" if p == self.num_stages else "ranks"
-            raise ValueError(
-                f"world size: {world}, width * {what}: {width} * {p} = {width * p}: every "
-                f"{what[:-1]} of every replica is one process"
-            )
-        self.places = [order] if order is not None else places_in(mesh, width, p)
-        self.num_shards = len(self.places)
-        self.rank = dist.get_rank()
-        self.shard, self.replica, own_rank = next(
-            (shard, replica, rank)
-            for shard, replicas in enumerate(self.places)
-            for replica, ranks in enumerate(replicas)
-            for rank, process in enumerate(ranks)
-            if process == self.rank
-        )
-        self.local_ranks = [own_rank]
-        self.stages = self.stages_of(own_rank)
-        self._has_savers = False
-        for stage in range(self.depth if width * num_pipelines > 1 else 0):
-            self._join(stage, self._holders_of(stage))
-
-    def _holders_of(self, stage: int) -> list[list[int]]:
-        """The processes that hold a stage, for each shard."""
-        copies = self._placement[stage :: self.depth]
-        return [[ranks[copy] for ranks in replicas for copy in copies] for replicas in self.places]
 
     @property
     def stages_of_model(self) -> list[int]:
@@ -206,16 +75,16 @@ class RankGrid:
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of one of the schedule's ranks."""
-        return [stage for stage, placed in enumerate(self._placement) if placed == rank]
+        return [stage for stage, placed in enumerate(self.placement) if placed == rank]
 
     def process_of(self, stage: int, replica: int | None = None, shard: int | None = None) -> int:
         """The process that runs ``stage`` of a replica, by default of this process's own."""
         shard = self.shard if shard is None else shard
         replica = self.replica if replica is None else replica
-        return self.places[shard][replica][self._placement[stage]]
+        return self.places[shard][replica][self.placement[stage]]
 
     def share_a_rank(self, stage: int, other: int) -> bool:
-        return self._placement[stage] == self._placement[other]
+        return self.placement[stage] == self.placement[other]
 
     def replica_group(self, stage: int) -> dist.ProcessGroup | None:
         """The processes that hold one of this process's stages, if there are several."""
@@ -223,10 +92,6 @@ class RankGrid:
 
     def join_savers(self) -> None:
         """Makes :meth:`savers` of every stage, if they are not there. Every process calls it."""
-        if self.width > 1 and not self._has_savers:
-            self._has_savers = True
-            for stage in range(self.depth):
-                self._join(f"savers of {stage}", self._holders_of(stage), "gloo")
 
     def savers(self, stage: int) -> dist.ProcessGroup:
         """The hosts of a stage's replicas, for copies that are made beside updates."""
@@ -240,10 +105,6 @@ class RankGrid:
         Args:
             most_bytes: of what they add up at once.
         """
-        for stage in self.stages_of_model:
-            group = self.replica_group(stage)
-            if group is not None:
-                connect_devices(group, devices[stage], most_bytes, self.deadline)
 
     def sum_order(self, stage: int, sums: str) -> list[int]:
         """Returns the ranks of :meth:`replica_group` as their gradients are added up.
@@ -251,39 +112,15 @@ class RankGrid:
         Args:
             sums: ``"ordered"``: from replica 0's first pipeline on; else none, in any order.
         """
-        group = self.replica_group(stage)
-        if group is None or sums != "ordered":
-            return []
-        copies = range(stage % self.depth, self.num_stages, self.depth)
-        return [
-            dist.get_group_rank(group, self.process_of(copy, replica))
-            for replica in range(self.width)
-            for copy in copies
-        ]
+        return []
 
     def group_of_replica(self) -> dist.ProcessGroup | None:
         """The processes of this one's replica, if there are several. Every process calls it."""
-        return self._joined(
-            None, [ranks for replicas in self.places for ranks in replicas if len(ranks) > 1]
-        )
+        return None
 
     def group_of_model(self) -> dist.ProcessGroup | None:
         """All processes, if there are several. Every process calls it."""
-        return self._joined("model", [set(itertools.chain(*itertools.chain(*self.places)))])
-
-    def _joined(
-        self, key: str | None, teams: Iterable[Collection[int]]
-    ) -> dist.ProcessGroup | None:
-        if self.in_processes and key not in self._groups:
-            self._join(key, teams, "gloo")
-        return self._groups.get(key)
-
-    def teams_of(self, stages: Iterable[int]) -> list[set[int]]:
-        """The processes that run these stages, for each shard and replica."""
-        return [
-            {self.process_of(stage, replica, shard) for stage in stages}
-            for shard, replica in itertools.product(range(self.num_shards), range(self.width))
-        ]
+        return None
 
     def make_group(self, stages: tuple[int, ...]) -> None:
         """Joins the hosts of each replica's processes with these stages. Every process calls it.
@@ -291,23 +128,10 @@ class RankGrid:
         Stages make a batch's updates in different batches' actions, so what joins them must not
         keep devices waiting, as a transfer between these would.
         """
-        self._join(stages, [team for team in self.teams_of(stages) if len(team) > 1], "gloo")
 
     def group_of(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group that :meth:`make_group` made; None unless it joins this process to others."""
         return self._groups.get(stages)
 
-    def _join(
-        self,
-        key: int | tuple[int, ...] | str | None,
-        teams: Iterable[Collection[int]],
-        backend: str | None = None,
-    ) -> None:
-        group = new_group(teams, self.deadline, backend)
-        if group is not None:
-            self._groups[key] = group
-
     def close(self) -> None:
         """Drops the groups."""
-        destroy_groups(self._groups.values())
-        self._groups.clear()

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _C
 from ..errors import reworded
 from ..ranks.agreement import BatchDiscarded, DrainWanted
-from ..ranks.grid import mesh_of
 from ..ranks.operations import Announcement, Operation
+from ..ranks.process_grid import mesh_of
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
 from .discarding import Discarding

@@ -150,9 +150,7 @@ def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
         root=layer,
         mode=modes.capture(training=True),
         schedule=schedule,
-        grid=RankGrid(
-            placement=schedule.placement, num_pipelines=1, width=1, world=1, deadline=deadline
-        ),
+        grid=RankGrid(schedule.placement, 1, deadline),
         control=control,
         options=StageOptions(
             given=Options(),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipedream2bw.capture import capture
+from pipedream2bw.capture import search
 from pipedream2bw.capture.operator_calls import OperatorCalls, Recorded
 from tests.runs.staged_run import check_split_equals_whole, cut
 
@@ -99,8 +99,8 @@ def test_a_model_of_which_all_graphs_are_other_programs_is_refused(
     def refuse(*args: Any, **options: Any) -> Any:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(capture, "export", refuse)
-    monkeypatch.setattr(capture, "read_bytecode", refuse)
+    monkeypatch.setattr(search, "export", refuse)
+    monkeypatch.setattr(search, "read_bytecode", refuse)
     with pytest.raises(ValueError, match="fx: the graph is another program than the model"):
         cut(Model(asks_for_the_type), 1, X)
 
@@ -156,8 +156,8 @@ def fills_rows_behind_values(model: Any, x: torch.Tensor) -> Any:
 def test_nothing_may_be_written_to_what_was_computed_before(
     call: Callable[[Any, torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(capture, "export")
-    monkeypatch.delattr(capture, "read_bytecode")
+    monkeypatch.delattr(search, "export")
+    monkeypatch.delattr(search, "read_bytecode")
     with pytest.raises(
         ValueError, match=r"fx: .*: it writes in place to a tensor that was made wh"
     ):
