@@ -218,13 +218,12 @@ def place(checked: Checked, control: ControlPlane) -> RankGrid:
     """Gives each process its stages, and joins those that hold the same ones."""
     arrangement, schedule = checked.arrangement, checked.schedules[0]
     width = arrangement.width
-    grid = RankGrid(schedule.placement, schedule.num_pipelines, control.deadline)
+    grid = RankGrid(schedule.placement, schedule.num_pipelines, control.deadline, arrangement.mesh)
     if control.size > 1:
         grid = ProcessGrid(
             grid,
             width=width,
             world=control.size,
-            mesh=arrangement.mesh,
             order=arrangement.order,
         )
     elif width != 1:

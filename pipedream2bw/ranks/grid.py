@@ -24,22 +24,28 @@ class RankGrid:
         placement: the schedule's rank of each stage.
         num_pipelines: the schedule's.
         deadline: ends waiting for other processes.
+        mesh: of all processes, see :func:`check_mesh`; None: there is none so far.
 
     Attributes:
-        placement, num_pipelines, deadline: as given.
+        placement, num_pipelines, deadline, mesh: as given.
         num_stages, num_ranks: of the schedule.
         depth: stages of the model.
         width: number of replicas.
         in_processes: whether there are several.
         places: all processes. num_shards: of each tensor-parallel stage.
-        mesh: of all processes, once there is one.
         rank, replica, shard: this process, and its replica and shard.
         local_ranks, stages: the schedule's ranks and stages that this process runs.
     """
 
     in_processes = False
 
-    def __init__(self, placement: Sequence[int], num_pipelines: int, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        placement: Sequence[int],
+        num_pipelines: int,
+        deadline: Deadline,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         self.num_stages = len(placement)
         self.num_pipelines = num_pipelines
         self.depth = len(placement) // num_pipelines
@@ -50,7 +56,7 @@ class RankGrid:
         self.local_ranks = list(range(self.num_ranks))
         self.stages = list(range(self.num_stages))
         self.places: Places = [[[0] * self.num_ranks]]
-        self.mesh: DeviceMesh | None = None
+        self.mesh = mesh
         self.deadline = deadline
         # By what the processes share: a stage of the model, several stages, (None) a replica, or
         # ("model") the model.

@@ -102,7 +102,6 @@ class ProcessGrid(RankGrid):
         grid: that of one process.
         width: number of replicas.
         world: number of processes.
-        mesh: of all processes, see :func:`check_mesh`.
         order: without a mesh, the process of each replica's rank, [replicas][ranks]; None: a
             replica's ranks are adjacent.
 
@@ -118,12 +117,11 @@ class ProcessGrid(RankGrid):
         *,
         width: int,
         world: int,
-        mesh: DeviceMesh | None = None,
         order: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(grid.placement, grid.num_pipelines, grid.deadline)
-        self.width, self.mesh = width, mesh
-        p = self.num_ranks
+        super().__init__(grid.placement, grid.num_pipelines, grid.deadline, grid.mesh)
+        self.width = width
+        mesh, p = self.mesh, self.num_ranks
         if mesh is None and world != width * p:
             what = "stages" if p == self.num_stages else "ranks"
             raise ValueError(
