@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from ..errors import StageError
-from .interrupts import last_uncaught
+from .local_stages import last_uncaught
 from .session import Session
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from ..errors import PeerLost, RemoteTraceback, StageError, reworded
-from .interrupts import last_uncaught
-from .local_stages import LocalStages
+from .local_stages import LocalStages, last_uncaught
 
 
 class Ending:

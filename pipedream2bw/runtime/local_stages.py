@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import signal
+import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +26,6 @@ from ..stages.modes import Mode
 from ..stages.program import StageProgram
 from .engine_end import KeptErrors, end_engine, keeping
 from .graphs import graph_setup, with_graphs
-from .interrupts import interrupts_later
 from .joint_updates import JointUpdates
 from .runner import BoundProgram, StageOptions, StageRunner, while_alive
 from .stage_values import take_over
@@ -337,6 +341,37 @@ class LocalStages:
         error = self._errors[kept] if kept >= 0 else None
         self._errors.clear()
         return error
+
+
+@contextlib.contextmanager
+def interrupts_later() -> Iterator[None]:
+    """An interrupt that comes inside is raised at the end: what is inside is done whole.
+
+    Inside nobody may wait.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # interrupts go to the main thread
+        return
+    came: list[Any] = []
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
+
+
+def last_uncaught() -> BaseException | None:
+    """The last exception that nobody caught, such as an interrupt.
+
+    IPython and Python's own prompt keep it, as programs go on there.
+    """
+    return getattr(sys, "last_value", None)
 
 
 def _owners_in(program: StageProgram) -> set[str]:

@@ -22,9 +22,8 @@ from .ending import Ending
 from .extension import Extensions
 from .given import Call, Given, Microbatches
 from .intake import Intake
-from .interrupts import interrupts_later, last_uncaught
 from .local_model import LocalModel
-from .local_stages import LocalStages
+from .local_stages import LocalStages, interrupts_later, last_uncaught
 
 _Made = TypeVar("_Made")
 _Row = TypeVar("_Row", bound=tuple[int, ...])
