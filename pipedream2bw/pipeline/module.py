@@ -423,35 +423,21 @@ class PipelineModule(nn.Module):
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Makes ``hook(state, bucket)`` do what else adds up gradients over the replicas.
 
-        As ``DistributedDataParallel.register_comm_hook``, whose hooks run as they are:
-        ``torch.distributed.algorithms.ddp_comm_hooks``, and :func:`ok_topk_hook`. The hook gets a
-        ``torch.distributed.GradBucket`` with a part of what this replica computed for the batch,
-        and gives a ``torch.futures.Future`` of the mean over the replicas: a flat tensor like
-        ``bucket.buffer()``, which it may change. Once a batch, in the stage's update: after the
-        batch's last backward, beside the next microbatches, before gradients of tied parameters are
-        added up and clipped. A stage's buckets come in the same order on all replicas, one after
-        the other is done; ``bucket_cap_mb`` says how large they are. With a loss scale hooks get
-        gradients without it, and none of a batch in which a replica's overflowed.
-
-        Every rank calls it, once, between batches. Drains. The state is not part of checkpoints:
-        residuals begin at zero in a run that goes on.
+        As ``DistributedDataParallel.register_comm_hook``, whose hooks run as they are; see
+        docs/gradient_hooks.md. Every rank calls it, once, between batches. Drains. The state is not
+        part of checkpoints: residuals begin at zero in a run that goes on.
 
         Args:
-            state: what the hook gets first. None: the stage's :meth:`replica_group`, as torch's
-                hooks take None for the group of all replicas. A function (or class) is called with
-                that group, for each stage of this process: ``PowerSGDState``, or ``lambda group:
-                PowerSGDState(group, matrix_approximation_rank=2)``. Anything else is given as it
-                is, where the process runs one stage.
-            hook: the same on every rank. It may not wait for other replicas by itself, if a failure
-                is to end it before ``timeout``: what it gives is waited for.
+            state: what the hook gets first. None: the stage's :meth:`replica_group`. A function (or
+                class) is called with that group, for each stage of this process. Anything else is
+                given as it is, where the process runs one stage.
+            hook: the same on every rank. It gives a ``torch.futures.Future`` of the mean over the
+                replicas of the ``torch.distributed.GradBucket`` that it gets.
 
         Raises:
-            ValueError: one replica; two pipelines; an optimizer on the host; several stages on
-                devices other than CPUs; there is a hook; a batch waits for its ``opt.step()``;
-                updates that do not wait for all stages, as a discarded batch would reach the hooks
-                of some replicas; a state whose ``process_group`` is not that of the replicas; ranks
-                differ. On every rank.
-            TypeError: ``hook`` cannot be called with two arguments. On every rank.
+            ValueError: on every rank: what a hook does not go with, or a batch that waits for its
+                ``opt.step()``; there is a hook; another ``process_group``; ranks differ.
+            TypeError: on every rank: ``hook`` cannot be called with two arguments.
         """
         self._hooks = register_comm_hook(self.session, state, hook)
 
@@ -560,12 +546,10 @@ class PipelineModule(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the model's own names; drained, the newest weights.
 
-        Each once in one process. With two pipelines two processes hold each, and all processes that
-        run a tied one's stages hold that, with the same bits. A process that has none to train
-        gives one more of no elements, ``_placeholder``, so that the same script can build its
-        optimizer there. A list that a process may find empty otherwise (say, no matrices there) has
-        to be given to the optimizer as a group, ``[{"params": list}]``: torch takes an empty group,
-        but no empty list.
+        With two pipelines two processes hold each, and all processes that run a tied one's stages
+        hold that, with the same bits. A process that has none to train gives one more of no
+        elements, ``_placeholder``, for its optimizer. A list that may be empty has to be given to
+        that as a group, ``[{"params": list}]``: torch takes an empty group, but no empty list.
         """
         local = self.session.local_model
         yield from local.named_parameters(prefix, recurse, remove_duplicate)
