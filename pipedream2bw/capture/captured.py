@@ -290,25 +290,10 @@ def first_layers(captured: Captured) -> dict[str, int]:
     return first
 
 
-def describe_layer(captured: Captured, index: int) -> str:
-    """Describes a layer for a message: its name and the module that it is in."""
-    name = captured.layers[index].name
-    around = modules_around(captured.layer_nodes[index])
-    return f"{name!r} in {around[-1]!r}" if around and around[-1] != name else repr(name)
-
-
 def place_of(captured: Captured, index: int) -> str:
     """The innermost module that a layer is in, or its own name outside of all."""
     around = modules_around(captured.layer_nodes[index])
     return around[-1] if around else captured.layers[index].name
-
-
-def block_around(captured: Captured, index: int) -> str | None:
-    """The outermost member of a list or sequence of modules that a layer is in."""
-    for name in modules_around(captured.layer_nodes[index]):
-        if name.rpartition(".")[2].isdigit():
-            return name
-    return None
 
 
 def modules_around(node: fx.Node) -> list[str]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..ranks.operations import Announcement, Operation
 from ..rules import check_values, refuse, settings
-from ..runtime.extension import HOOKS, RESERVED, Extension, saved_by
+from ..runtime.extension import HOOKS, Extension, check_extensions, saved_by
 from ..runtime.session import Session, open_sessions
 from .fused import parameters_of
 from .options import EXCLUSIONS, OptimizerOptions, Stepping
@@ -30,7 +30,7 @@ def agreed_session_of(
         _check_parameters(session, optimizers)
         check_values(OptimizerOptions, vars(options))
         extensions = options.all_extensions()
-        _check_extensions(extensions)
+        check_extensions(extensions)
         given = {**vars(options), "staleness": Remedies(options.staleness)}
         _check_rules(session, optimizers, given, list(extensions.values()))
         if options.needs_norm:
@@ -110,32 +110,6 @@ def stepping(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> l
         Stepping(each, [dtypes[id(p)] for p in parameters_of(each) if id(p) in dtypes])
         for each in optimizers
     ]
-
-
-def _check_extensions(extensions: Mapping[str, Extension]) -> None:
-    places: dict[int | str, str] = {}  # of an extension, and of its name
-    for place, extension in extensions.items():
-        if not isinstance(extension, Extension):
-            raise TypeError(
-                f"{place}: {type(extension).__name__} given, it must be of a subclass of "
-                "pipedream2bw.Extension"
-            )
-        name = extension.name
-        if name and (not name.isidentifier() or name in RESERVED):
-            raise ValueError(
-                f"{place}: name: {name!r}, it must be an identifier, and none of "
-                f"{', '.join(RESERVED)}: state_dict and checkpoints have its state under it"
-            )
-        if not name and saved_by(extension) is not None:
-            raise ValueError(f"{place}: name: {name!r}, what has a state must have a name")
-        keys: tuple[int | str, ...] = (id(extension), name) if name else (id(extension),)
-        for key in keys:
-            if key in places:
-                raise ValueError(
-                    f"{places[key]} and {place}: {type(extension).__name__}, name: {name!r}, is "
-                    "given twice: each must be another extension, of another name"
-                )
-            places[key] = place
 
 
 def _check_kinds(optimizers: Sequence[object]) -> None:

@@ -19,7 +19,8 @@ from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..model.metrics import Metric
 from ..options import Options
-from ..ranks.operations import Operation
+from ..ranks.operations import Announcement, Operation
+from ..ranks.process_grid import mesh_of
 from ..runtime.closing import close, give_back
 from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
 from ..runtime.discard_batch import discard_batch, discard_left
@@ -195,7 +196,17 @@ class PipelineModule(nn.Module):
         Raises:
             RuntimeError: in one process, where there is none.
         """
-        return self.session.mesh
+        session = self.session
+        if session.grid.mesh is None:
+            if not session.grid.in_processes:
+                raise RuntimeError("mesh: 1 process, a mesh needs several: run under torchrun")
+            session.ending.check_open()
+            device_type = session.stages.options.devices[0].type
+            with session.ending.failing_closes():
+                session.agree(Operation.new_mesh, session.num_train_steps, Announcement)
+                places, deadline = session.grid.places, session.control.deadline
+                session.grid.mesh = mesh_of(places, device_type, deadline)
+        return session.grid.mesh
 
     @property
     def schedule(self) -> str:

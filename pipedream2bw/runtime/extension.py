@@ -211,6 +211,40 @@ class Extensions:
         return HeldBytes(sum(each.on_device for each in held), sum(each.on_host for each in held))
 
 
+def check_extensions(extensions: Mapping[str, Extension]) -> None:
+    """Refuses what cannot be the extensions of one optimizer.
+
+    Args:
+        extensions: by what an error calls each.
+
+    Raises:
+        TypeError, ValueError: naming the extension and the rule.
+    """
+    places: dict[int | str, str] = {}  # of an extension, and of its name
+    for place, extension in extensions.items():
+        if not isinstance(extension, Extension):
+            raise TypeError(
+                f"{place}: {type(extension).__name__} given, it must be of a subclass of "
+                "pipedream2bw.Extension"
+            )
+        name = extension.name
+        if name and (not name.isidentifier() or name in RESERVED):
+            raise ValueError(
+                f"{place}: name: {name!r}, it must be an identifier, and none of "
+                f"{', '.join(RESERVED)}: state_dict and checkpoints have its state under it"
+            )
+        if not name and saved_by(extension) is not None:
+            raise ValueError(f"{place}: name: {name!r}, what has a state must have a name")
+        keys: tuple[int | str, ...] = (id(extension), name) if name else (id(extension),)
+        for key in keys:
+            if key in places:
+                raise ValueError(
+                    f"{places[key]} and {place}: {type(extension).__name__}, name: {name!r}, is "
+                    "given twice: each must be another extension, of another name"
+                )
+            places[key] = place
+
+
 def saved_by(extension: Extension) -> dict[str, Any] | None:
     """What an extension saves.
 

@@ -8,13 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _C
 from ..errors import reworded
 from ..ranks.agreement import BatchDiscarded, DrainWanted
 from ..ranks.operations import Announcement, Operation
-from ..ranks.process_grid import mesh_of
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
 from .discarding import Discarding
@@ -93,19 +91,6 @@ class Session:
         self._mode_of_last_step = self.root.training
         self._mode_was_set = False  # and the stages' modules are still in the former one
         _all.add(self)
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The processes as a mesh, made when every rank first asks; RuntimeError in one process."""
-        if self.grid.mesh is None:
-            if not self.grid.in_processes:
-                raise RuntimeError("mesh: 1 process, a mesh needs several: run under torchrun")
-            self.ending.check_open()
-            device_type = self.stages.options.devices[0].type
-            with self.ending.failing_closes():
-                self.agree(Operation.new_mesh, self.num_train_steps, Announcement)
-                self.grid.mesh = mesh_of(self.grid.places, device_type, self.control.deadline)
-        return self.grid.mesh
 
     @property
     def facts(self) -> dict[str, Any]:

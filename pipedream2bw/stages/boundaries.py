@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from .. import _C
-from ..capture.captured import Captured, block_around, describe_layer, first_layers
+from ..capture.captured import Captured, first_layers, modules_around
 from .program import StageProgram
 
 _FOR_WHOLE_BLOCKS = 1.01
@@ -162,6 +162,21 @@ def values_between(layer_nodes: Sequence[fx.Node]) -> list[tuple[int, int, str]]
         for value in node.all_input_nodes
         if value.op != "get_attr" and index_of.get(value, 0) < consumer
     ]
+
+
+def describe_layer(captured: Captured, index: int) -> str:
+    """Describes a layer for a message: its name and the module that it is in."""
+    name = captured.layers[index].name
+    around = modules_around(captured.layer_nodes[index])
+    return f"{name!r} in {around[-1]!r}" if around and around[-1] != name else repr(name)
+
+
+def block_around(captured: Captured, index: int) -> str | None:
+    """The outermost member of a list or sequence of modules that a layer is in."""
+    for name in modules_around(captured.layer_nodes[index]):
+        if name.rpartition(".")[2].isdigit():
+            return name
+    return None
 
 
 def _what_fits(allowed: Sequence[set[int]], bonds: Bonds, num_stages: int) -> list[list[bool]]:

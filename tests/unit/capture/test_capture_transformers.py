@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from pipedream2bw.capture.capture import capture
-from pipedream2bw.capture.captured import block_around
-from pipedream2bw.stages.boundaries import choose_boundaries, place_like
+from pipedream2bw.stages.boundaries import block_around, choose_boundaries, place_like
 from pipedream2bw.stages.cut import split_into_stages
 from tests.exhaustive import exhaustive
 from tests.runs.staged_run import (

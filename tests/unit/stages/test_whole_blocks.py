@@ -10,8 +10,7 @@ from torch import nn
 
 from pipedream2bw import _C, PipelineModule
 from pipedream2bw.capture.capture import capture
-from pipedream2bw.capture.captured import block_around
-from pipedream2bw.stages.boundaries import choose_boundaries, crossing_values
+from pipedream2bw.stages.boundaries import block_around, choose_boundaries, crossing_values
 from tests.unit.stages.test_stage_boundaries import Block
 
 
