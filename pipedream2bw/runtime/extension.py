@@ -233,7 +233,7 @@ def check_extensions(extensions: Mapping[str, Extension]) -> None:
                 f"{place}: name: {name!r}, it must be an identifier, and none of "
                 f"{', '.join(RESERVED)}: state_dict and checkpoints have its state under it"
             )
-        if not name and saved_by(extension) is not None:
+        if saved_by(extension) is not None and not name:
             raise ValueError(f"{place}: name: {name!r}, what has a state must have a name")
         keys: tuple[int | str, ...] = (id(extension), name) if name else (id(extension),)
         for key in keys:

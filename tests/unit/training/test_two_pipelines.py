@@ -328,7 +328,7 @@ def test_a_step_that_fails_on_one_copy_ends_the_other_that_waits_for_it() -> Non
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("on purpose")
 
-    opt._steppers[0, first].step = fail  # type: ignore[method-assign]
+    opt._wrapped.steppers[0, first].step = fail  # type: ignore[method-assign]
     start = time.monotonic()
     pipe.train_step(x, target=x)
     opt.step()
