@@ -107,7 +107,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._saved = SavedState(
             session, wrapped, self.extensions, remedies=self._step_remedies, scale=self._scale
         )
-        _let_updates_wait(session, wrapped.kinds, has_norm=self._norm is not None)
+        let_updates_wait(session, wrapped.kinds, has_norm=self._norm is not None)
         session.extensions.put(OPTIMIZER, [wrapped, *self.extensions])
         for optimizer in optimizers:
             keep_from_zeroing(optimizer, session)
@@ -325,7 +325,7 @@ def _is_stale(stage: LocalStage, batch: int) -> bool:
     return stage.executor.version_of_batch(stage.index, batch) < batch
 
 
-def _let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm: bool) -> None:
+def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm: bool) -> None:
     """Makes updates wait for all stages where that takes neither time nor memory.
 
     Under a schedule of one delay it takes no time. It takes no memory where the gradients have a
