@@ -541,7 +541,7 @@ class PipelineModule(nn.Module):
         raise TypeError(
             "copy.deepcopy(pipe): threads and connections cannot be copied; copy the model before "
             "the pipeline is made, or load pipe.full_state_dict() into another one. An average of "
-            "the weights (AveragedModel) is made of such a copy: see the README, Weights"
+            "the weights (AveragedModel) is made of such a copy: see docs/guide/evaluate.md"
         )
 
     def __reduce_ex__(self, protocol: object) -> Any:

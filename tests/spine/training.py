@@ -1,4 +1,4 @@
-"""The README's first example, with what it leaves to its reader; notes the lines that it passes.
+"""The README's first example, with layers and a loss that note the lines that it passes.
 
     python -m tests.spine.training PATH [--import-only]
 
@@ -40,9 +40,9 @@ def note(frame: FrameType, event: str, argument: Any) -> Any:
 class Loss(nn.Module):
     """Runs in every stage's thread that the engine began, where it begins to note lines."""
 
-    def forward(self, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         note_here()
-        return nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten())
+        return nn.functional.mse_loss(output, target)
 
 
 class Layer(nn.Linear):
@@ -72,18 +72,11 @@ def train() -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         torch.distributed.init_process_group("gloo")
-    tokens = torch.randint(16, (8, 4))
-    names = {
-        "model": nn.Sequential(nn.Embedding(16, 8), Layer(8, 8), Layer(8, 8), Layer(8, 16)),
-        "loss_fn": Loss(),
-        "tokens": tokens,
-        "loader": [(tokens, tokens)] * 3,
-    }
-    text = example().replace("num_stages=4", f"num_stages={world}") if world > 1 else example()
+    text = example().replace("nn.Linear(", "Layer(").replace("nn.functional.mse_loss", "Loss()")
     code = compile(text, README.name, "exec")
     threading.settrace(note)
     sys.settrace(note)
-    exec(code, names)
+    exec(code, {"Layer": Layer, "Loss": Loss})
     sys.settrace(None)
 
 

@@ -121,9 +121,9 @@ def test_a_checkpointer_does_not_count_it_as_a_failure_of_the_storage(tmp_path: 
 
 
 def documented_loop() -> str:
-    """The README's, over batches of which some are bad."""
-    readme = (Path(__file__).parents[3] / "README.md").read_text("utf-8")
-    (loop,) = re.findall(r"```python\n(for x, y in loader:\n[^`]*error\.discarded[^`]*)```", readme)
+    """The guide's, over batches of which some are bad."""
+    page = (Path(__file__).parents[3] / "docs/guide/failures.md").read_text("utf-8")
+    (loop,) = re.findall(r"```python\n(for x, y in loader:\n[^`]*error\.discarded[^`]*)```", page)
     return str(loop)
 
 

@@ -322,9 +322,9 @@ def test_the_module_runs_as_a_process() -> None:
     )
 
 
-def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```console\n\$ pipedream2bw (.*?)\n(.*?)```", readme, re.S)
+def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs/guide/inspect.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n\$ pipedream2bw (.*?)\n(.*?)```", page, re.S)
     assert len(blocks) == 1
     for command, picture in blocks:
         assert printed(capsys, *command.split(), "--width", "100") == picture

@@ -108,7 +108,7 @@ def test_a_move_to_where_the_model_is_does_nothing(
         (copy.copy, r"state_dict\(\)"),
         (pickle.dumps, r"pickle of a pipeline: .*state_dict\(\)"),
         (lambda pipe: torch.save(pipe, io.BytesIO()), r"pickle of a pipeline: .*state_dict\(\)"),
-        (AveragedModel, r"AveragedModel.*README"),
+        (AveragedModel, r"AveragedModel.*docs/guide/evaluate"),
     ],
 )
 def test_what_a_pipeline_cannot_do_names_what_can(
@@ -161,7 +161,7 @@ def test_a_loss_refuses_a_backward_of_its_own_and_a_scaler() -> None:
 
 
 def test_an_averaged_model_follows_the_pipeline() -> None:
-    """As in the README: a copy made before, brought up to date after a drain."""
+    """As in the guide: a copy made before, brought up to date after a drain."""
     torch.manual_seed(0)
     model = Net()
     average = AveragedModel(copy.deepcopy(model), multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -183,7 +183,7 @@ def test_an_averaged_model_follows_the_pipeline() -> None:
 
 
 def test_an_average_over_state_dicts_can_be_loaded_and_evaluated() -> None:
-    """The README's way for several processes, each of which averages its part."""
+    """The guide's way for several processes, each of which averages its part."""
     torch.manual_seed(0)
     x = torch.randn(8, WIDTH)
     with make(Net()) as pipe:

@@ -1,0 +1,59 @@
+"""README and guide are short, and so are their sentences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.build.test_rooms import ROOT
+
+README = ROOT / "README.md"
+GUIDE = sorted((ROOT / "docs/guide").glob("*.md"))
+PAGES = [README, *GUIDE]
+MOST_WORDS = 25
+
+
+def texts(page: str) -> Iterator[str]:
+    """Paragraphs, items and cells without code, links' targets and pictures."""
+    page = re.sub(r"```.*?```|^ {4}.*$", "", page, flags=re.S | re.M)
+    page = re.sub(r"`[^`]*`", "code", page)
+    page = re.sub(r"\]\([^)]*\)", "]", page)
+    paragraph: list[str] = []
+    for line in [*page.splitlines(), ""]:
+        if not line or line[0] in "|#" or line.startswith("- "):
+            yield " ".join(paragraph)
+            paragraph = []
+        if line.startswith("|"):
+            yield from line.split("|")
+        elif line:
+            paragraph.append(line.lstrip("#- "))
+
+
+def long_sentences(page: str) -> list[str]:
+    sentences = [s for text in texts(page) for s in re.split(r"(?<=[.!?])\s+", text)]
+    return [s for s in sentences if len(re.findall(r"\w[\w'.,-]*", s)) > MOST_WORDS]
+
+
+def test_a_long_sentence_is_found() -> None:
+    long = " ".join(["word"] * 26)
+    page = f"# A title\n\nShort. {long}.\n{long} and\n`{long}` end.\n\n| {long} |\n\n    {long}\n"
+    assert len(long_sentences(page)) == 3
+    assert long_sentences("\n".join([" ".join(["word"] * 25) + "."] * 2)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_sentence_is_long(page: Path) -> None:
+    assert long_sentences(page.read_text("utf-8")) == []
+
+
+def test_pages_are_short() -> None:
+    assert len(README.read_text("utf-8").splitlines()) <= 130
+    assert {p.name: n for p in GUIDE if (n := len(p.read_text("utf-8").splitlines())) > 120} == {}
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda path: path.name)
+def test_a_page_of_the_guide_begins_with_code(page: Path) -> None:
+    assert re.match(r"# .+\n\n```python\n", page.read_text("utf-8"))
