@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from . import __version__
 from .commands.checkpoint import add_checkpoint_command
 from .commands.doctor import add_doctor_command
 from .planner.commands.draw import add_draw_command, add_schedules_command
@@ -59,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"pipedream2bw {__version__}")
+    parser.set_defaults(run=lambda _: parser.print_help())
+    commands = parser.add_subparsers(metavar="COMMAND")
     for add_command in (
         *(add_draw_command, add_schedules_command),
         *(add_profile_command, add_plan_command, add_show_command),

@@ -93,20 +93,17 @@ def _ls(given: argparse.Namespace) -> None:
     rows = [
         (
             str(each["step"]),
-            each["folder"],
+            "damaged" if each["damage"] else "whole",
             each["written"] or "-",
             "-" if each["bytes"] is None else format_bytes(each["bytes"]),
-            "-" if each["parameters"] is None else f"{each['parameters']:,}",
             *(("-",) * 3 if each["damage"] else _named(each)),
-            "damaged" if each["damage"] else "whole",
+            each["folder"],
         )
         for each in found
     ]
-    columns = (
-        *("step", "folder", "written", "size"),
-        *("parameters", "schedule", "stages", "width", "sizes"),
-    )
-    print(table(f"{given.path}: {len(found)} checkpoints", columns, rows))
+    columns = ("step", "files", "written", "size", "schedule", "stages", "width", "folder")
+    counted = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
+    print(table(f"{given.path}: {counted}", columns, rows))
     print("".join(f"{line}\n" for each in found for line in each["damage"]), end="")
 
 

@@ -135,7 +135,7 @@ def _problems(found: dict[str, Any]) -> list[str]:
 def _notes(found: dict[str, Any]) -> list[str]:
     """What does not work, and needs not."""
     notes = [
-        f"without {name}: no {purpose}"
+        f"{name} is not installed; it is needed for {purpose}"
         for name, purpose in EXTRAS.items()
         if found["packages"][name] is None
     ]
@@ -163,12 +163,9 @@ def _report(found: dict[str, Any]) -> str:
         "compiler": found["compiler"] or "none",
         **{name: version or "none" for name, version in found["packages"].items()},
     }
-    lines = [f"{what:14} {here}" for what, here in rows.items()]
-    lines += [f"note: {note}" for note in found["notes"]]
-    lines += [f"problem: {problem}" for problem in found["problems"]]
-    if not found["problems"]:
-        lines.append("training works here")
-    return "\n".join(lines)
+    lines = [f"problem: {problem}" for problem in found["problems"]] or ["training works here"]
+    lines += [f"{what:14} {here}" for what, here in rows.items()]
+    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
 
 
 def _named(devices: list[dict[str, Any]]) -> str:

@@ -13,6 +13,8 @@ from ..checks import check_whole_number
 from ..schedules.events import Event
 from ..schedules.load import schedule_for
 from ..schedules.small_picture import timeline_html
+from ..table import table
+from ..units import format_bytes
 
 PerStage = float | Sequence[float]
 """Costs of stages, or of edges, as users give them: one number for all, or one for each."""
@@ -67,17 +69,30 @@ class Simulation:
         most_in_flight: of each stage, the most microbatches whose activations it holds at once.
     """
 
-    events: list[Event]
+    events: list[Event] = dataclasses.field(repr=False)
     makespan: float
     period: float
     bubbles: list[float]
     peak_bytes: list[float]
     most_in_flight: list[int]
 
-    def _repr_html_(self) -> str:
+    @property
+    def in_words(self) -> str:
+        """A line that says how long a batch takes, and how idle ranks are."""
         worst = 100 * max(self.bubbles)
-        title = f"period {self.period:.4g}, bubble of at most {worst:.1f} %"
-        return timeline_html(self.events, title)
+        return f"{self.period:.4g} s a batch, ranks are idle for at most {worst:.1f} % of it"
+
+    def __str__(self) -> str:
+        rows = [
+            [f"{rank}", f"{100 * idle:.1f} %", format_bytes(size) if size else "-"]
+            for rank, (idle, size) in enumerate(zip(self.bubbles, self.peak_bytes, strict=True))
+        ]
+        ranks = table("ranks, in the steady state", ("rank", "idle", "peak memory"), rows)
+        most = ", ".join(map(str, self.most_in_flight))
+        return f"{self.in_words}\n\n{ranks}\nmicrobatches in flight by stage, at most: {most}"
+
+    def _repr_html_(self) -> str:
+        return timeline_html(self.events, self.in_words)
 
 
 def simulate(

@@ -13,6 +13,7 @@ from torch import nn
 from ..capture.captured import place_of
 from ..model.checkpoint import Checkpoint
 from ..stages.modes import Mode
+from ..units import format_bytes
 from .extension import Extensions
 from .local_stages import LocalStages
 from .stage_memory import memory_of
@@ -194,7 +195,7 @@ class LocalModel:
                     f"{f'({frozen:,} frozen) ' if frozen else ''}"
                     f"{f'+ {tied:,} of earlier stages ' if tied else ''}on {weights.device}, "
                     f"{versions} weight version{'s' if versions > 1 else ''} "
-                    f"(newest W({engine.newest_version})), {memory.total:,} bytes"
+                    f"(newest W({engine.newest_version})), {format_bytes(memory.total)}"
                 )
             lines.append(line)
         return lines

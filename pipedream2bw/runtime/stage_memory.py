@@ -6,6 +6,8 @@ import dataclasses
 
 from .. import svg
 from ..colours import MEMORY_COLOURS
+from ..table import table
+from ..units import BYTE_UNITS, format_bytes, unit_for
 from .extension import Extensions
 from .local_stages import LocalStage
 from .stage_weights import StageWeights
@@ -95,17 +97,41 @@ class StageMemory:
 class MemoryReport(dict[int, StageMemory]):
     """What :meth:`PipelineModule.memory_report` gives: by stage its bytes; a notebook draws it."""
 
+    @property
+    def in_words(self) -> str:
+        """A line that says how much all stages hold, and which holds the most."""
+        total = sum(stage.total for stage in self.values())
+        most = max(self, key=lambda index: self[index].total)
+        return f"{format_bytes(total)}; stage {most} has the most, {format_bytes(self[most].total)}"
+
+    def __str__(self) -> str:
+        unit, one = unit_for(max(stage.total for stage in self.values()), BYTE_UNITS)
+        shown = [
+            kind for kind in MEMORY_COLOURS if any(stage.kinds.get(kind) for stage in self.values())
+        ]
+        rows = [
+            [
+                f"{index}",
+                *(f"{stage.kinds[kind] / one:.2f}" for kind in shown),
+                f"{stage.total / one:.2f}",
+                f"{stage.most_live_versions}",
+                f"{stage.most_in_flight}",
+            ]
+            for index, stage in self.items()
+        ]
+        columns = ("stage", *shown, "all", "versions", "in flight")
+        return f"memory: {self.in_words}\n\n{table(f'by kind, {unit}', columns, rows)}"
+
     def bars(self) -> str:
         """HTML with a bar for each stage."""
         rows = [
-            svg.Bar(name=f"stage {index}", parts=stage.kinds, text=f"{stage.total:,} bytes")
+            svg.Bar(name=f"stage {index}", parts=stage.kinds, text=format_bytes(stage.total))
             for index, stage in self.items()
         ]
         return svg.bars(rows, MEMORY_COLOURS)
 
     def _repr_html_(self) -> str:
-        total = sum(stage.total for stage in self.values())
-        return svg.html(f"Memory: {total:,} bytes", self.bars())
+        return svg.html(f"Memory: {self.in_words}", self.bars())
 
 
 def memory_of(stage: LocalStage, extensions: Extensions) -> StageMemory:

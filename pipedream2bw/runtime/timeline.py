@@ -26,6 +26,10 @@ class Timeline:
         parts = self._session.gather([dataclasses.astuple(event) for event in self.rows])
         return sorted(Event(*row) for part in parts for row in part)
 
+    def __repr__(self) -> str:
+        stages = sorted({event.stage for event in self.rows})
+        return f"Timeline({len(self.rows)} actions of stages {stages}; draw_text() draws its rows)"
+
     def _repr_html_(self) -> str:
         return timeline_html(self.rows, "What the stages of this process did", unit=" s")
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from ... import _C, svg
 from ...colours import MEMORY_COLOURS, TIME_COLOURS
 from ...json_document import Document
-from ...units import format_bytes, format_seconds
+from ...table import table
+from ...units import BYTE_UNITS, format_bytes, format_seconds, unit_for
 
 RECOMPUTE = ("none", "stages", "blocks")
 """What of the forwards may run again: nothing, all of each stage, or some blocks."""
@@ -20,6 +22,7 @@ MOST_MICROBATCHES = 10**8
 
 _MOST_LISTED = 8  # numbers of microbatches, in words
 _MOST_DEVICES = 4  # that are named
+_MOST_COLUMNS = 100  # of a plan as text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +188,7 @@ class Alternative(PlanOutline):
     lost_by: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlanOutline, Document):
     """How a model is to be trained on given devices, and what that will take; see ``plan()``.
 
@@ -245,18 +248,42 @@ class Plan(PlanOutline, Document):
         return names or False
 
     @property
-    def in_words(self) -> str:
-        """A line that says sizes, speed and bubble."""
+    def sizes_in_words(self) -> str:
+        """Its schedule, replicas, stages and microbatches."""
         chunks = f", {self.stages_per_rank} on a device" if self.stages_per_rank > 1 else ""
         replicas = "1 replica" if self.width == 1 else f"{self.width} replicas"
         rows = "1 row" if self.microbatch_rows == 1 else f"{self.microbatch_rows} rows"
         stages = "1 stage" if self.num_stages == 1 else f"{self.num_stages} stages"
         return (
             f"{self.schedule}: {replicas} of {stages}{chunks}, "
-            f"{self.microbatches_in_words} microbatches of {rows}; "
-            f"{self.seconds_per_batch:.3g} s a batch, {self.rows_per_second:.4g} rows/s, "
+            f"{self.microbatches_in_words} microbatches of {rows}"
+        )
+
+    @property
+    def speed_in_words(self) -> str:
+        """Its time, its rows a second and its bubble."""
+        return (
+            f"{format_seconds(self.seconds_per_batch)} a batch, {self.rows_per_second:.4g} rows/s, "
             f"bubble {100 * self.bubble:.1f} %"
         )
+
+    @property
+    def in_words(self) -> str:
+        """A line that says sizes, speed and bubble."""
+        return f"{self.sizes_in_words}; {self.speed_in_words}"
+
+    def __repr__(self) -> str:
+        return f"Plan({self.in_words})"
+
+    def __str__(self) -> str:
+        """What it is and what limits it, its times and memory, and the next best plans."""
+        bound_by = f"bound by: {self.bound_by}"
+        said = [self.speed_in_words, self.sizes_in_words, bound_by, *_terms(self)]
+        tables = [_times(self), _memory(self)]
+        if self.alternatives:
+            tables.append(_alternatives(self))
+        head = [textwrap.fill(line, _MOST_COLUMNS) for line in said]
+        return "\n\n".join(["\n".join(head), *tables])
 
     def _repr_html_(self) -> str:
         times = [
@@ -325,3 +352,91 @@ def rank_name(plan: Plan, rank: int, stages: Sequence[int]) -> str:
     if list(stages) == [rank]:
         return name
     return f"{name}: stages {', '.join(str(stage % plan.num_stages) for stage in stages)}"
+
+
+# ---------------------------------------------------------------- as text
+
+
+def _terms(plan: Plan) -> list[str]:
+    """What not every plan has."""
+    terms = []
+    if plan.shard_state:
+        terms.append(f"optimizer state: 1/{plan.width} on each replica")
+    if plan.gradient_dtype is not None:
+        terms.append(f"gradients: {plan.gradient_dtype}")
+    if plan.price_per_hour:
+        terms.append(f"price: {plan.price_per_hour:.2f} for an hour")
+    if plan.total_price:
+        begin = f"begun {plan.start_hour:.4g} hours from now"
+        terms.append(f"all batches cost {plan.total_price:.4g}, {begin}")
+    return terms
+
+
+def _times(plan: Plan) -> str:
+    rows = []
+    for index, stage in enumerate(plan.stages):
+        again = "-"
+        if stage.recompute:
+            names = stage.recomputed
+            again = format_seconds(stage.recompute)
+            again += f" ({len(names)} blocks)" if isinstance(names, tuple) else ""
+        rows.append(
+            [
+                f"{index}",
+                f"{stage.layers[0]} to {stage.layers[1] - 1}",
+                stage.begins_at or "-",
+                device_list(stage.devices),
+                format_seconds(stage.forward),
+                format_seconds(stage.input_grad + stage.weight_grad),
+                again,
+                format_seconds(stage.message) if index < plan.num_stages - 1 else "-",
+                format_seconds(stage.update),
+            ]
+        )
+    columns = ("stage", "layers", "begins at", "devices", "forward", "backward", "recompute")
+    return table(
+        "time of a microbatch; of an update per batch", [*columns, "message", "update"], rows
+    )
+
+
+def _memory(plan: Plan) -> str:
+    """In one unit, which the title names: with a unit in each cell the table would be too wide."""
+    unit, one = unit_for(plan.peak_bytes, BYTE_UNITS)
+    rows = []
+    for rank, stages in enumerate(plan.shape.stages_of_ranks):
+        sums = list(bytes_of_rank(plan, stages).values())
+        limit = limit_of_rank(plan, rank)
+        rows.append(
+            [
+                device_list(plan.stages[rank].devices),
+                ", ".join(str(stage % plan.num_stages) for stage in stages),
+                *(f"{size / one:.2f}" for size in sums),
+                f"{sum(sums) / one:.2f}",
+                format_bytes(limit) if limit < math.inf else "-",
+                f"{100 * sum(sums) / limit:.0f} %" if 0 < limit < math.inf else "-",
+            ]
+        )
+    columns = ("devices", "stages", *MEMORY_KINDS, "peak", "limit", "used")
+    return table(f"memory of a device at its peak, {unit}", columns, rows)
+
+
+def _alternatives(plan: Plan) -> str:
+    rows = [
+        [
+            f"{number}",
+            each.schedule,
+            f"{each.width} x {each.num_stages}",
+            f"{each.microbatches_in_words} of {each.microbatch_rows}",
+            each.recompute,
+            format_seconds(each.seconds_per_batch),
+            f"{each.rows_per_second:.4g}",
+            format_bytes(each.peak_bytes),
+        ]
+        for number, each in enumerate(plan.alternatives, 1)
+    ]
+    columns = ("", "schedule", "replicas x stages", "microbatches", "recompute", "step", "rows/s")
+    reasons = [
+        textwrap.fill(f"{number}: {each.lost_by}", _MOST_COLUMNS, subsequent_indent="   ")
+        for number, each in enumerate(plan.alternatives, 1)
+    ]
+    return "\n".join([table("the next best", [*columns, "peak"], rows), *reasons])

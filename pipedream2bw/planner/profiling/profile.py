@@ -13,6 +13,8 @@ from ...capture.chain import as_root
 from ...checks import check_number, check_whole_number
 from ...json_document import Document, Unbounded
 from ...model.fingerprint import describe_parameters, fingerprint_of
+from ...table import table
+from ...units import format_bytes, format_seconds
 
 MOST_BYTES = 2**63 - 1
 MOST_ROWS = 2**31 - 1
@@ -185,7 +187,7 @@ def _check_sharing(name: str, layers: Sequence[int]) -> None:
         raise ValueError(f"{name}: {list(layers)}, it must be two or more layers, increasing")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Profile(Document):
     """What :func:`profile` finds out about a model; saved as JSON.
 
@@ -258,6 +260,29 @@ class Profile(Document):
             check_whole_number(f"all_reduce[{index}][0]", ranks, 2, MOST_ROWS)
             check_whole_number(f"all_reduce[{index}][1]", size, 1, MOST_BYTES)
             check_number(f"all_reduce[{index}][2]", seconds, at_least=0, below=math.inf)
+
+    @property
+    def in_words(self) -> str:
+        """A line that says of what the profile is, and where it is from."""
+        how = "measured on" if self.device.measured else "worked out for"
+        size = f"{len(self.layers)} layers, {len(self.parameters)} parameters"
+        return f"{self.model_name}: {size}, {how} {self.device.name}"
+
+    def __repr__(self) -> str:
+        return f"Profile({self.in_words})"
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                f"{each.rows}",
+                format_seconds(sum(each.forward)),
+                format_seconds(sum(each.input_grad) + sum(each.weight_grad)),
+                format_bytes(sum(each.activation_bytes)),
+            ]
+            for each in self.microbatches
+        ]
+        columns = ("rows", "forward", "backward", "activations")
+        return f"{self.in_words}\n\n{table('a microbatch, all layers', columns, rows)}"
 
     @property
     def fingerprint(self) -> str:

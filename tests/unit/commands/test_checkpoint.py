@@ -129,16 +129,16 @@ def test_ls_gives_a_line_for_each_checkpoint_and_names_what_has_another_size(
     capsys: pytest.CaptureFixture[str], copied: Path
 ) -> None:
     of_one, of_two = called(capsys, "ls", copied).splitlines()[2:]
-    num_parameters = sum(p.numel() for p in Model(0).parameters())
     for number, line in ((1, of_one), (2, of_two)):
         words = line.split()
-        assert words[:2] == [str(number), saved(copied, number).name]
-        assert words[-5:] == [str(num_parameters), "2bw", "2", "1", "whole"]
+        assert words[:2] == [str(number), "whole"]
+        assert words[-4:] == ["2bw", "2", "1", saved(copied, number).name]
+        assert len(line) <= 100
     with open(saved(copied, 2) / "older-1-00001-of-00001.safetensors", "ab") as file:
         file.write(b"0")
     (saved(copied, 1) / "checkpoint.json").write_text("{}")
     out = called(capsys, "ls", copied)
-    assert out.count(" damaged\n") == 2
+    assert out.count(" damaged ") == 2
     assert f"{saved(copied, 2).name}/older-1-00001-of-00001.safetensors: " in out
     assert f"{saved(copied, 1).name}/checkpoint.json: " in out
 

@@ -195,7 +195,6 @@ def test_traces_and_texts_are_written_by_suffix(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "arguments are required"),
         ("paint", "invalid choice: 'paint'"),
         ("draw", "--schedule --schedule-file --events is required"),
         ("draw --schedule 3bw --stages 2 --microbatches 2", 'schedule: "3bw": the known schedules'),
@@ -320,6 +319,13 @@ def test_the_module_runs_as_a_process() -> None:
         "pipedream2bw: num_microbatches: 1, num_stages: 2: 2bw needs num_microbatches >= "
         "num_stages\n"
     )
+
+
+def test_without_a_command_it_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "exit codes:" in printed(capsys)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"pipedream2bw {pd2.__version__}\n"
 
 
 def test_the_guide_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

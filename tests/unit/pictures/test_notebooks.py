@@ -12,6 +12,7 @@ from torch import nn
 import pipedream2bw as pd2
 from pipedream2bw import svg
 from pipedream2bw.colours import MEMORY_COLOURS, TRAFFIC_COLOURS
+from pipedream2bw.units import format_bytes
 from tests.samples.plans import frozen_stage, plan_of, stage_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -90,7 +91,7 @@ def test_a_memory_report_has_bars_as_long_as_its_bytes() -> None:
     bytes_of_weights = [memory.kinds["weights"] for memory in report.values()]
     assert shown == pytest.approx([500 * each / longest for each in bytes_of_weights], abs=0.06)
     assert "stage 1" in text_of(picture)
-    assert f"{report[1].total:,} bytes" in text_of(picture)
+    assert format_bytes(report[1].total) in text_of(picture)
 
 
 def test_a_pipeline_shows_its_stages_and_still_does_when_it_is_closed() -> None:

@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 
 import pipedream2bw as pd2
+from pipedream2bw.units import format_bytes
 from tests.references.oracle import Batch, run_oracle
 
 X = torch.randn(7, 4)
@@ -203,7 +204,7 @@ def test_the_report_names_stages_sizes_and_versions() -> None:
         assert str(pipe).count("newest W(2)") == 2
         for index, memory in pipe.memory_report().items():
             assert f"stage {index}" in str(pipe)
-            assert f"{memory.total:,} bytes" in str(pipe)
+            assert format_bytes(memory.total) in str(pipe)
 
 
 @pytest.mark.parametrize(("schedule", "versions"), [("2bw", 2), ("1f1b", 1), ("gpipe", 1)])
