@@ -126,7 +126,8 @@ class ProcessGrid(RankGrid):
             what = "stages" if p == self.num_stages else "ranks"
             raise ValueError(
                 f"world size: {world}, width * {what}: {width} * {p} = {width * p}: every "
-                f"{what[:-1]} of every replica is one process"
+                f"{what[:-1]} of every replica is one process. Run torchrun --nproc-per-node "
+                f"{width * p}, or change width or num_stages"
             )
         self.places = [order] if order is not None else places_in(mesh, width, p)
         self.num_shards = len(self.places)

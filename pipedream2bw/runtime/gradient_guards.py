@@ -69,9 +69,9 @@ class EngineGradient(torch.Tensor):
         leaves = pytree.tree_leaves((args, kwargs))
         name = next(leaf.parameter_name for leaf in leaves if isinstance(leaf, EngineGradient))
         raise RuntimeError(
-            f"parameter {name}: its .grad has no value, the pipeline's engine owns the gradients: "
-            "instead of torch.nn.utils.clip_grad_norm_, clip_grad_value_ and get_total_norm give "
-            "PipelineOptimizer(...) max_grad_norm= (inf only measures) or clip_grad_value="
+            f"parameter {name}: its .grad has no value: the pipeline's engine owns the gradients. "
+            "Call step() of the PipelineOptimizer, not of the torch optimizer. To clip gradients "
+            "or to see their norm give it max_grad_norm= (inf only measures) or clip_grad_value="
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -100,9 +100,9 @@ EXPECTED: Expected = {
     "list": ("TypeError", ["list given, a tensor in the example call"]),
     "rows of the target": ("ValueError", ["rows of the arguments: 8, rows of the target: 6"]),
     # What only the model or the loss can tell: the batch is discarded.
-    "dtype": ("StageError", ["stage 0", "forward: RuntimeError", "Double and Float", "Discarded"]),
-    "width": ("StageError", ["stage 0", "forward: RuntimeError", "4x3", "Discarded"]),
-    "shape of the target": ("StageError", ["stage 1", "tensor b (3)", "Discarded"]),
+    "dtype": ("StageError", ["stage 0", "forward: RuntimeError", "Double and Float", "discarded"]),
+    "width": ("StageError", ["stage 0", "forward: RuntimeError", "4x3", "discarded"]),
+    "shape of the target": ("StageError", ["stage 1", "tensor b (3)", "discarded"]),
 }
 
 

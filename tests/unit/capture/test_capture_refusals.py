@@ -125,7 +125,7 @@ def test_a_buffer_that_the_forward_assigns_stays_the_models(inner: bool) -> None
     assert counts.count is before
     assert torch.equal(before, torch.zeros(1))
     # torch.fx would leave the assignment out.
-    whole = ("counts is called as a whole: ", "fx: ")
+    whole = ("counts is kept whole, as torch.fx cannot look inside: ", "fx: ")
     assert any(
         note.startswith(whole) and "assigns another tensor to the buffer count" in note
         for note in captured.notes

@@ -153,7 +153,7 @@ def test_tuples_dicts_none_and_numbers_between_stages() -> None:
             return {"z": z, "list": [y, None, 7], "pair": Pair(y, z), "flag": True}
 
     captured, _ = check_split_equals_whole(Model(), 3, X, how="fx", split=["middle", "back"])
-    assert any(note.startswith("front is called as a whole") for note in captured.notes)
+    assert any(note.startswith("front is kept whole") for note in captured.notes)
 
 
 def test_model_inputs_used_by_later_stages_reach_them() -> None:
@@ -254,7 +254,7 @@ def test_an_untraceable_module_in_a_traceable_root_becomes_a_leaf() -> None:
 
     captured, _ = check_split_equals_whole(Model(), 3, X, how="fx")
     assert "picky" in [layer.name for layer in captured.layers]
-    assert any("picky is called as a whole: TraceError" in note for note in captured.notes)
+    assert any("picky is kept whole, as torch.fx cannot look inside: TraceError" in note for note in captured.notes)
 
 
 def test_only_the_innermost_untraceable_module_becomes_a_leaf() -> None:

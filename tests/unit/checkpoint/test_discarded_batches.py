@@ -210,7 +210,7 @@ def test_a_signal_in_a_bad_batch_saves_the_run_without_it(is_known: bool, tmp_pa
         go_later.start()
         while is_known and pipe.session.control.discards.first is None:
             time.sleep(0.01)
-        warns = pytest.warns(UserWarning, match="on purpose.* Discarded: train_steps 2")
+        warns = pytest.warns(UserWarning, match="on purpose.* train_step 2 was discarded")
         with warns, pytest.raises(pd2.Preempted):
             ckpt.step()
     assert steps_in(Folder(tmp_path)) == [2]

@@ -139,7 +139,7 @@ def test_a_save_with_something_that_cannot_be_saved_is_refused(
         pd2.save(tmp_path, run.pipe, run.opt)
     run.opt.step()
     pd2.save(tmp_path, run.pipe, run.opt).wait()
-    with pytest.raises(ValueError, match="0 checkpoints"):
+    with pytest.raises(ValueError, match="no checkpoint, or no such folder"):
         pd2.load(tmp_path / "other", run.pipe, run.opt)
 
 

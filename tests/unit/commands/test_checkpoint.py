@@ -227,7 +227,7 @@ def test_an_export_of_a_damaged_checkpoint_or_over_something_is_refused(
         assert f"{saved(copied, 2).name}/model-00001-of-00001.safetensors: " in error
         called(capsys, "export", copied, "--step", 1, "--to", to, tmp_path / f"older-{to}")
     assert "no checkpoint 3, there are 2, 1" in refused(capsys, "show", copied, "--step", 3)
-    assert "0 checkpoints" in refused(capsys, "ls", tmp_path / "nowhere")
+    assert "no checkpoint, or no such folder" in refused(capsys, "ls", tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("form", ["torch", "hf", "dcp", "memory"])

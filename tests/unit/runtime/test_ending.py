@@ -314,8 +314,8 @@ by the last ``exec`` that some import has run."""
             # Broadcasting [2, 4] and [2, 3] fails in the loss function.
             "pipedream2bw.errors.StageError: stage 1, batch 0, microbatch 0, forward: "
             "RuntimeError: The size of tensor a (4) must match the size of tensor b (3) at "
-            "non-singleton dimension 1. Discarded: train_steps 0; the pipeline is open, drained "
-            "and as it was before them, and goes on from version 0",
+            "non-singleton dimension 1. train_step 0 was discarded and changed nothing: the "
+            "weights are version 0. Go on with the next batch",
         ),
         (
             "train(1); import os, signal; os.kill(os.getpid(), signal.SIGINT)",

@@ -112,7 +112,7 @@ def test_an_error_in_a_forward_names_stage_microbatch_action_and_cause(
     with pytest.raises(pd2.errors.StageError) as raised:
         train(pipe)
     cause = "ZeroDivisionError: on purpose"
-    text = f"stage {stage}, batch 2, microbatch 1, forward: {cause}. Discarded: train_steps 2"
+    text = f"stage {stage}, batch 2, microbatch 1, forward: {cause}. train_step"
     assert str(raised.value).startswith(text)
     discarded = raised.value.discarded
     assert_data(
@@ -136,7 +136,7 @@ def test_an_error_in_a_backward_names_stage_microbatch_action_and_cause(stage: i
     with pytest.raises(pd2.errors.StageError) as raised:
         train(pipe)
     cause = "ZeroDivisionError: on purpose"
-    text = f"stage {stage}, batch 1, microbatch 1, backward: {cause}. Discarded: train_steps 1"
+    text = f"stage {stage}, batch 1, microbatch 1, backward: {cause}. train_step"
     assert str(raised.value).startswith(text)
     discarded = raised.value.discarded
     assert_data(
