@@ -108,7 +108,8 @@ class Draft:
     ) -> None:
         self.traced = traced
         self._root, self._how, self._signature = root, how, signature
-        whole = [f"{name} is kept whole, as torch.fx cannot look inside: {why}" for name, why in traced.leaves.items()]
+        why_whole = "is kept whole, as torch.fx cannot look inside"
+        whole = [f"{name} {why_whole}: {why}" for name, why in traced.leaves.items()]
         self._notes = (*notes, *whole)
         graph = traced.graph
         self._names = _Names(root, _constants(root, graph, traced.module))
