@@ -6,7 +6,11 @@ ends in an undefined symbol at best and in silent memory corruption at worst.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 OLDEST_TORCH = (2, 9)
@@ -79,14 +83,36 @@ def check_loaded_torch() -> None:
     import torch
 
     check_range(torch.__version__)
-    try:
-        from pipedream2bw import _build_info
-    except ImportError:
-        raise ImportError(
-            "pipedream2bw._C is not built. Build it in its source folder with:\n"
-            "    pip install --no-build-isolation -e ."
-        ) from None
+    if importlib.util.find_spec("pipedream2bw._build_info") is None:
+        _use_installed()
+    from pipedream2bw import _build_info
+
     check(
         TorchBuild(_build_info.TORCH_VERSION, _build_info.TORCH_CUDA, _build_info.CXX11_ABI),
         TorchBuild(torch.__version__, torch.version.cuda, torch.compiled_with_cxx11_abi()),
+    )
+
+
+def _use_installed() -> None:
+    """In a checkout's folder, whose package has no extension, imports the installed package.
+
+    Raises:
+        ImportError: none is installed.
+    """
+    import pipedream2bw
+
+    here = Path(__file__).parent
+    places = [Path(place or ".").resolve() / here.name for place in sys.path]
+    for place in places:
+        if place != here and (place / "_build_info.py").exists():
+            pipedream2bw.__path__[:] = [str(place)]
+            warnings.warn(
+                f"pipedream2bw is imported from {place}: the sources in {here} are not built. To "
+                "use these run: pip install --no-build-isolation -e .",
+                stacklevel=2,
+            )
+            return
+    raise ImportError(
+        "pipedream2bw._C is not built. Build it in its source folder with:\n"
+        "    pip install --no-build-isolation -e ."
     )

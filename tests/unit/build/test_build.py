@@ -212,3 +212,38 @@ def test_importing_the_package_under_another_torch_raises_before_the_extension_l
     )
     assert "torch 2.1.0" in result.stdout, result.stderr
     assert result.stdout.endswith("False\n")
+
+
+FROM_A_CHECKOUT = """
+import sys, warnings
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+sys.path[:0] = sys.argv[1:]
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    import pipedream2bw
+print(pipedream2bw._C.__file__)
+print(*(warning.message for warning in warned if "not built" in str(warning.message)))
+"""
+
+
+def test_in_a_checkouts_folder_the_installed_package_is_imported(tmp_path: Path) -> None:
+    package = Path(pipedream2bw.__file__).parent
+    checkout = tmp_path / "checkout" / "pipedream2bw"
+    checkout.mkdir(parents=True)
+    for name in ("__init__.py", "_build_check.py"):
+        (checkout / name).write_text((package / name).read_text("utf-8"), "utf-8")
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed" / "pipedream2bw").symlink_to(package)
+
+    def imported(*places: str) -> subprocess.CompletedProcess[str]:
+        folders = [str(tmp_path / place) for place in places]
+        command = [sys.executable, "-c", FROM_A_CHECKOUT, *folders]
+        return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120)
+
+    found = imported("checkout", "installed")
+    assert found.returncode == 0, found.stderr
+    extension, warning = found.stdout.splitlines()
+    assert extension.startswith(str(tmp_path / "installed"))
+    assert f"the sources in {checkout} are not built" in warning
+    alone = imported("checkout")
+    assert "pipedream2bw._C is not built" in alone.stderr
