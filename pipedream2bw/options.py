@@ -13,7 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._C import Schedule
-from .rules import BOOL, FUNCTION, Kind, exclusions, instance, number, one_of, option, whole_number
+from .rules import (
+    BOOL,
+    FUNCTION,
+    Kind,
+    as_dtype,
+    as_name,
+    exclusions,
+    instance,
+    number,
+    one_of,
+    option,
+    whole_number,
+)
 
 
 def _check_replicated(name: str, value: object) -> None:
@@ -89,6 +101,11 @@ class Options:
     random: str = option("keyed", one_of("keyed", "torch"), saved=True)
     graphs: bool | str = option(False, one_of(True, False, "auto"))
     timeout: float = option(1800.0, number(below=math.inf))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", as_name(self.precision))
+        for name in ("gradient_dtype", "autocast"):
+            object.__setattr__(self, name, as_dtype(getattr(self, name)))
 
 
 def _makes_graphs_of_torch(compile: Any) -> bool:

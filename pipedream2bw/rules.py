@@ -39,6 +39,20 @@ class Kind(NamedTuple):
     examples: tuple[Any, ...] = ()
 
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def as_dtype(value: Any) -> Any:
+    """The dtype of a name such as "bf16"; what is no such name as it is, for its check."""
+    return _DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def as_name(value: Any) -> Any:
+    """The name of a dtype that has one, the other way round."""
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    return names.get(value, value) if isinstance(value, torch.dtype) else value
+
+
 def number(*, below: float | None = None, or_none: bool = False) -> Kind:
     """A number above 0."""
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ..checks import check_number, check_whole_number
+from ..rules import as_dtype
 from ..runtime.session import Session
 
 Corrected = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -79,6 +80,9 @@ class ErrorFeedback:
 
     coefficient: float = 1.0
     dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
 
     def __repr__(self) -> str:
         # As it was before there was a dtype: checkpoints compare it.

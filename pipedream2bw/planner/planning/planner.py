@@ -14,6 +14,7 @@ import torch
 from ... import _C
 from ...errors import DoesNotFit
 from ...json_document import given_or_loaded
+from ...rules import as_dtype, as_name
 from ..profiling.profile import Profile
 from .arguments import (
     SCHEDULES,
@@ -113,6 +114,7 @@ def plan(
         ValueError: no sizes make such a batch, or an argument is wrong: names it and both values.
         TypeError: an argument is of a wrong type.
     """
+    precision, gradient_dtype = as_name(precision), as_dtype(gradient_dtype)
     wanted = Wanted.of(locals())
     profile = given_or_loaded("profile", profile, Profile)
     calibration = wanted.calibration

@@ -249,3 +249,15 @@ def test_an_extension_brings_its_rules_under_any_name() -> None:
         with pytest.raises(ValueError, match=r"clip_grad_value: 1\.0: why: instead"):
             pd2.PipelineOptimizer(sgd, extensions=[Schedule()], clip_grad_value=1.0)
         pd2.PipelineOptimizer(sgd, extensions=[Schedule()], staleness=pd2.ErrorFeedback())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.bfloat16])
+def test_a_dtype_and_its_name_are_one_everywhere(dtype: str | torch.dtype) -> None:
+    table = Options(precision=dtype, gradient_dtype=dtype, autocast=dtype)  # type: ignore[arg-type]
+    assert table.precision == "bf16"
+    assert table.gradient_dtype is table.autocast is torch.bfloat16
+    remedy = pd2.ErrorFeedback(dtype=dtype)  # type: ignore[arg-type]
+    assert repr(remedy) == "ErrorFeedback(coefficient=1.0, dtype=torch.bfloat16)"
+    remedy.check()
+    with pytest.raises(ValueError, match="precision: 'bf17', known: 'bf16'"):
+        check_values(Options, {"precision": "bf17"})
