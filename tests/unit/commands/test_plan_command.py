@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from pipedream2bw._C import planned_schedules
 
 import pipedream2bw as pd2
 from pipedream2bw.__main__ import main
+from pipedream2bw._C import planned_schedules
 from pipedream2bw.planner.commands.plan import parse_topology
 from pipedream2bw.planner.planning.plan import Alternative
 from pipedream2bw.planner.planning.planner import SCHEDULES
