@@ -20,7 +20,7 @@ from ..ranks.operations import Announcement, Operation
 from ..runtime.closing import close
 from ..runtime.extension import CHECKPOINTER, Extension, TakenBack
 from ..runtime.loading import flush_to_load
-from .commit import retain, steps_in
+from .commit import look, retain, steps_in, tried
 from .frequency import Frequency
 from .load import load_from, load_whole
 from .preemption import Preempted, Signals, ignore_in_worker
@@ -60,6 +60,7 @@ class Checkpointer(Extension):
     Raises:
         ValueError, TypeError: on every rank, naming the rule and both values; also of state that
             cannot be saved.
+        OSError, TimeoutError: on every rank: the folder cannot be written, or does not answer.
     """
 
     def __init__(
@@ -102,8 +103,14 @@ class Checkpointer(Extension):
         self._signals: Signals = session.together(lambda: Signals(preempt))
         self._saver = Saver(path, pipe, opt, self._user_state)
         self._folder = self._saver.folder
-        self._retain = functools.partial(retain, self._folder, keep, keep_every)
         self._saver.check()
+        # Checkpoints that were there before this run's.
+        self._others = set(
+            on_first_rank(session, self._folder, "trying the folder", lambda: tried(self._folder))
+        )
+        self._retain = functools.partial(
+            retain, self._folder, keep, keep_every, self._saver.run, self._others
+        )
         self._under_way = SavesUnderWay(session, self._folder.path, self._frequency)
         self._last_step: float | None = None
         self._evaluated = False  # since the last step()
@@ -156,6 +163,9 @@ class Checkpointer(Extension):
         self._newest = self._stepped = session.accumulation.num_updates
         if extra is None:
             return 0
+        there = functools.partial(look, self._folder)
+        action = "looking for other checkpoints"
+        self._others |= {*on_first_rank(session, self._folder, action, there).checkpoints}
         self._kept = self._now()
         self.extra = extra
         return self._newest

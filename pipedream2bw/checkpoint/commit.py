@@ -17,6 +17,8 @@ import contextlib
 import dataclasses
 import logging
 import re
+import secrets
+from collections.abc import Collection
 from typing import NamedTuple
 
 from .folder import INDEX, MANIFEST, Folder, step_of
@@ -196,15 +198,45 @@ def clean(folder: Folder, seconds: float, *, but: str) -> None:
         log.warning("%s: what dead saves have left was not removed: %s", folder.path, error)
 
 
-def retain(folder: Folder, keep: int, keep_every: int | None) -> None:
+def tried(folder: Folder) -> list[str]:
+    """Makes the folder, and a file in it that it removes; gives the checkpoints that are there.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    try:
+        folder.make()
+        name = f".tried-{secrets.token_hex(4)}"
+        folder.write(name, data=b"")
+        folder.remove(name)
+    except OSError as error:
+        raise OSError(f"{folder.path}: no checkpoint can be written there: {error}") from error
+    return look(folder).checkpoints
+
+
+def retain(
+    folder: Folder, keep: int, keep_every: int | None, run: str, others: Collection[str]
+) -> None:
     """Removes checkpoints that need not stay, if the newest is whole. Never raises.
 
+    Where another run saves to the folder, all stay: a warning says so.
+
     Args:
+        run: how the nonces of this run's saves begin.
+        others: checkpoints that were there before this run's.
         keep: how many of the newest stay.
         keep_every: the first one of every so many batches stays, too.
     """
     try:
         names = look(folder).checkpoints
+        of_others = [name for name in names if name not in others and f"-{run}" not in name]
+        if of_others:
+            log.warning(
+                "%s: another run saves there, too (%s): no checkpoint is removed. Give each run a "
+                "folder of its own",
+                *(folder.path, of_others[0]),
+            )
+            return
         source = Source(folder, names[0])
         for file_name in source.manifest.files:
             source.check_file(file_name, sums=False)

@@ -120,6 +120,7 @@ class Saver:
 
     Attributes:
         folder: of the checkpoints.
+        run: how the nonces of its saves begin, the same on all ranks.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Saver:
             self.session.control.agree_on_objects(
                 None, {"path": self.folder.root, "param_groups": num_groups}
             )
-            self._run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
+            self.run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
         self._persistent = self.session.local_model.persistent_names()
         self._num_saves = 0
         self._memory: list[HostMemory] = []  # that is free
@@ -242,7 +243,7 @@ class Saver:
             generators=encoded(generator_states(), "generators"),
         )
         manifest = Manifest(
-            nonce=f"{self._run}{self._num_saves:04d}",
+            nonce=f"{self.run}{self._num_saves:04d}",
             batch=session.accumulation.num_updates,
             train_steps=session.num_train_steps,
             random_seed=session.random_seed,
