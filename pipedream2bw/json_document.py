@@ -165,7 +165,12 @@ _SUM = re.compile(rb'\{"sum": "([0-9a-f]{8})",')
 def check_sum(text: bytes) -> None:
     """Raises ValueError unless a document's text begins with the sum (CRC-32) of what follows."""
     begin = _SUM.match(text)
-    if begin is None or zlib.crc32(text[begin.end() :]) != int(begin[1], 16):
+    if begin is None:
+        raise ValueError(
+            f"{len(text)} bytes that do not begin with a sum: they were damaged, or written by an "
+            "earlier version; make the file again"
+        )
+    if zlib.crc32(text[begin.end() :]) != int(begin[1], 16):
         raise ValueError(
             f"{len(text)} bytes that do not have the sum they begin with: they were changed, or "
             "damaged, after they were written"
