@@ -266,7 +266,7 @@ def test_dtypes_that_cannot_be_kept_are_named() -> None:
     with make_pipeline(task, 2, 2, batch) as pipe:
         for dtype, kind, message in (
             (torch.float16, ValueError, "dtype: torch.float16, it must be None or torch.bfloat16"),
-            ("bf16", TypeError, "dtype: 'bf16' given, it must be None or torch.bfloat16"),
+            ("int8", TypeError, "dtype: 'int8' given, it must be None or torch.bfloat16"),
         ):
             remedy = pd2.ErrorFeedback(dtype=dtype)  # type: ignore[arg-type]
             with pytest.raises(kind, match=message):

@@ -78,10 +78,10 @@ class SparseEmbedding(nn.Module):
         ({"example_kwargs": X}, TypeError, r"example_kwargs: Tensor given, it must be a dict"),
         ({"example_kwargs": {"other": X}}, ValueError, r"example_args and example_kwargs"),
         ({"precision": "bf32"}, ValueError, r"precision: 'bf32', known: 'bf16', 'fp16', 'fp32'"),
-        ({"precision": torch.bfloat16}, TypeError, r"precision: torch.bfloat16 given.*str"),
+        ({"precision": torch.int8}, TypeError, r"precision: torch.int8 given.*str"),
         ({"precision": "bf16", "split_master": 1}, TypeError, r"split_master: 1 given.*bool"),
         ({"split_master": True}, ValueError, r"split_master: True, precision: None: .*'bf16'"),
-        ({"gradient_dtype": "bf16"}, TypeError, r"gradient_dtype: 'bf16' given.* torch.dtype or"),
+        ({"gradient_dtype": "int8"}, TypeError, r"gradient_dtype: 'int8' given.* torch.dtype or"),
         (
             {"precision": "bf16", "gradient_dtype": torch.float16},
             ValueError,
