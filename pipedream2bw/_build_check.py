@@ -99,13 +99,11 @@ def _use_installed() -> None:
     Raises:
         ImportError: none is installed.
     """
-    import pipedream2bw
-
     here = Path(__file__).parent
     places = [Path(place or ".").resolve() / here.name for place in sys.path]
     for place in places:
         if place != here and (place / "_build_info.py").exists():
-            pipedream2bw.__path__[:] = [str(place)]
+            sys.modules["pipedream2bw"].__path__[:] = [str(place)]
             warnings.warn(
                 f"pipedream2bw is imported from {place}: the sources in {here} are not built. To "
                 "use these run: pip install --no-build-isolation -e .",
