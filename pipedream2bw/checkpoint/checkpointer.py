@@ -60,7 +60,7 @@ class Checkpointer(Extension):
     Raises:
         ValueError, TypeError: on every rank, naming the rule and both values; also of state that
             cannot be saved.
-        OSError, TimeoutError: on every rank: the folder cannot be written, or does not answer.
+        OSError, TimeoutError: on every rank: the folder cannot be made, or does not answer.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ import dataclasses
 import logging
 import re
 import secrets
+import warnings
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -201,16 +202,22 @@ def clean(folder: Folder, seconds: float, *, but: str) -> None:
 def tried(folder: Folder) -> list[str]:
     """Makes the folder, and a file in it that it removes; gives the checkpoints that are there.
 
+    A folder that is there and cannot be written is a warning: a run may go on from what it has.
+
     Raises:
-        OSError: nothing can be written there.
+        OSError: there is no folder, and none can be made.
     """
+    cannot = f"{folder.path}: no checkpoint can be written there"
     try:
         folder.make()
+    except OSError as error:
+        raise OSError(f"{cannot}: {error}") from error
+    try:
         name = f".tried-{secrets.token_hex(4)}"
         folder.write(name, data=b"")
         folder.remove(name)
     except OSError as error:
-        raise OSError(f"{folder.path}: no checkpoint can be written there: {error}") from error
+        warnings.warn(f"{cannot} now: {error}", stacklevel=2)
     return look(folder).checkpoints
 
 

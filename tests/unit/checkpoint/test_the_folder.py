@@ -27,7 +27,7 @@ def train(pipe: pd2.PipelineModule, opt: pd2.PipelineOptimizer, ckpt: pd2.Checkp
     ckpt.step()
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_first_batch(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_before_the_first_batch(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     pipe, opt = made()
     with pipe:
@@ -36,6 +36,22 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_batch(tmp_p
                 pd2.Checkpointer(tmp_path / place, pipe, opt)
         with pd2.Checkpointer(tmp_path / "new" / "run", pipe, opt):
             assert list((tmp_path / "new" / "run").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setattr("pipedream2bw.checkpoint.folder.Folder.write", refuse)
+    pipe, opt = made()
+    with (
+        pipe,
+        pytest.warns(UserWarning, match="no checkpoint can be written there now: read-only"),
+        pd2.Checkpointer(tmp_path, pipe, opt) as ckpt,
+    ):
+        assert ckpt.resume() == 0
 
 
 def test_another_run_in_the_folder_is_noticed(

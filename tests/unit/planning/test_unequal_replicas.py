@@ -126,4 +126,6 @@ def test_a_plan_of_unequal_replicas_is_saved_and_shown(
     assert pd2.Plan.load(tmp_path / "plan.json") == plan
     main(["show", str(tmp_path / "plan.json")])
     first, second = plan.num_microbatches if isinstance(plan.num_microbatches, tuple) else (0, 0)
-    assert f"{first}, {second} of {plan.microbatch_rows} rows" in capsys.readouterr().out
+    assert (
+        f"{first}, {second} microbatches of {plan.microbatch_rows} row" in capsys.readouterr().out
+    )
