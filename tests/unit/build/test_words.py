@@ -12,7 +12,10 @@ from tests.unit.build.test_rooms import ROOT
 
 README = ROOT / "README.md"
 GUIDE = sorted((ROOT / "docs/guide").glob("*.md"))
-PLAIN = ("docs/trainer.md",)
+PLAIN = (
+    "docs/trainer.md",
+    "docs/checkpoints.md",
+)
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
 MOST_WORDS = 25
