@@ -15,6 +15,7 @@ GUIDE = sorted((ROOT / "docs/guide").glob("*.md"))
 PLAIN = (
     "docs/trainer.md",
     "docs/checkpoints.md",
+    "docs/schedules.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
