@@ -16,6 +16,7 @@ PLAIN = (
     "docs/trainer.md",
     "docs/checkpoints.md",
     "docs/schedules.md",
+    "docs/which_optimizer.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
