@@ -17,6 +17,7 @@ PLAIN = (
     "docs/checkpoints.md",
     "docs/schedules.md",
     "docs/which_optimizer.md",
+    "docs/exactness.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
