@@ -18,6 +18,7 @@ PLAIN = (
     "docs/schedules.md",
     "docs/which_optimizer.md",
     "docs/exactness.md",
+    "docs/tutorial.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
