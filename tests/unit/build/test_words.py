@@ -19,6 +19,7 @@ PLAIN = (
     "docs/which_optimizer.md",
     "docs/exactness.md",
     "docs/tutorial.md",
+    "docs/gpu.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
@@ -32,7 +33,7 @@ def texts(page: str) -> Iterator[str]:
     page = re.sub(r"\]\([^)]*\)", "]", page)
     paragraph: list[str] = []
     for line in [*page.splitlines(), ""]:
-        if not line or line[0] in "|#" or line.startswith("- "):
+        if not line or line[0] in "|#" or line.lstrip().startswith("- "):
             yield " ".join(paragraph)
             paragraph = []
         if line.startswith("|"):
