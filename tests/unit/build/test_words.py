@@ -20,6 +20,7 @@ PLAIN = (
     "docs/exactness.md",
     "docs/tutorial.md",
     "docs/gpu.md",
+    "docs/extending.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
