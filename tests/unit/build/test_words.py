@@ -21,6 +21,7 @@ PLAIN = (
     "docs/tutorial.md",
     "docs/gpu.md",
     "docs/extending.md",
+    "docs/gradient_hooks.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
