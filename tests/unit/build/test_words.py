@@ -22,6 +22,7 @@ PLAIN = (
     "docs/gpu.md",
     "docs/extending.md",
     "docs/gradient_hooks.md",
+    "docs/replica_sync.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
