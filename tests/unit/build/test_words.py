@@ -24,6 +24,7 @@ PLAIN = (
     "docs/gradient_hooks.md",
     "docs/replica_sync.md",
     "docs/torch_compile.md",
+    "docs/wheels.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
