@@ -25,6 +25,7 @@ PLAIN = (
     "docs/replica_sync.md",
     "docs/torch_compile.md",
     "docs/wheels.md",
+    "docs/scale.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
