@@ -26,6 +26,7 @@ PLAIN = (
     "docs/torch_compile.md",
     "docs/wheels.md",
     "docs/scale.md",
+    "docs/models.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
