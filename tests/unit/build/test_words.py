@@ -27,6 +27,7 @@ PLAIN = (
     "docs/wheels.md",
     "docs/scale.md",
     "docs/models.md",
+    "examples/README.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
