@@ -28,6 +28,7 @@ PLAIN = (
     "docs/scale.md",
     "docs/models.md",
     "examples/README.md",
+    "examples/tour.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
