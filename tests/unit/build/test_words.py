@@ -29,6 +29,7 @@ PLAIN = (
     "docs/models.md",
     "examples/README.md",
     "examples/tour.md",
+    "docs/planner.md",
 )
 """Further pages whose sentences are counted; they may be as long as they need."""
 PAGES = [README, *GUIDE, *(ROOT / name for name in PLAIN)]
