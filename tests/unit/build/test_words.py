@@ -38,9 +38,9 @@ MOST_WORDS = 25
 
 def texts(page: str) -> Iterator[str]:
     """Paragraphs, items and cells without code, links' targets and pictures."""
-    page = re.sub(r"```.*?```|^ {4}.*$", "", page, flags=re.S | re.M)
+    page = re.sub(r"(?s:```.*?```)|(?<=\n\n)(?: {4}.*\n+)+", "", page)
     page = re.sub(r"`[^`]*`", "code", page)
-    page = re.sub(r"\]\([^)]*\)", "]", page)
+    page = re.sub(r"\]\([^)]*\)", "]", page).replace("*", "")
     paragraph: list[str] = []
     for line in [*page.splitlines(), ""]:
         if not line or line[0] in "|#" or line.lstrip().startswith("- "):
@@ -61,6 +61,7 @@ def test_a_long_sentence_is_found() -> None:
     long = " ".join(["word"] * 26)
     page = f"# A title\n\nShort. {long}.\n{long} and\n`{long}` end.\n\n| {long} |\n\n    {long}\n"
     assert len(long_sentences(page)) == 3
+    assert len(long_sentences(f"Code:\n\n    {long}\n    {long}\n\n**Bold.** {long}.\n")) == 1
     assert long_sentences("\n".join([" ".join(["word"] * 25) + "."] * 2)) == []
 
 
