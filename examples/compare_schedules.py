@@ -27,7 +27,7 @@ class Comparison:
     num_microbatches: int
 
     def table(self, tokens_per_batch: int) -> str:
-        """Formats medians over the rounds as a table; ratios compare speeds of the same round."""
+        """Formats medians over the rounds as a table, and the ratios of these medians."""
         d, m = self.num_stages, self.num_microbatches
         rounds = len(next(iter(self.speeds.values())))
         bound = (m + d - 1) / m
@@ -38,11 +38,11 @@ class Comparison:
             "|---|---:|---:|---:|---:|",
         ]
         for name, speeds in self.speeds.items():
-            ratios = [mine / base for mine, base in zip(speeds, self.speeds["1f1b"], strict=True)]
+            ratio = statistics.median(speeds) / statistics.median(self.speeds["1f1b"])
             tokens = [tokens_per_batch * speed for speed in speeds]
             lines.append(
                 f"| {name} | {statistics.median(tokens):,.0f} | {min(tokens):,.0f} - "
-                f"{max(tokens):,.0f} | {statistics.median(ratios):.2f} | "
+                f"{max(tokens):,.0f} | {ratio:.2f} | "
                 f"{bound if name == '2bw' else 1:.2f} |"
             )
         return "\n".join(lines)

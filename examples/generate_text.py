@@ -1,29 +1,30 @@
-"""Text from a byte-level model in a pipeline, one byte a forward."""
+"""Text from a model in a pipeline, one token a forward."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from word_text import Text
 
 import pipedream2bw as pd2
 
-PROMPT = b'def read_lines(path):\n    """'
+PROMPT = b"\nThis"
 
 
-def write_text(pipe: pd2.PipelineModule, context: int, num_bytes: int) -> bytes:
+def write_text(pipe: pd2.PipelineModule, text: Text, context: int, num_tokens: int) -> bytes:
     """Continues PROMPT with the model and returns the same text on every rank.
 
-    Each byte takes one forward through the pipeline on the newest weights. Attention is causal: the
-    last byte does not see what follows it, so short texts are padded with zeros.
+    Each token takes one forward through the pipeline on the newest weights. Attention is causal:
+    the last token does not see what follows it, so short texts are padded with zeros.
     """
     pipe.eval()
-    text = list(PROMPT[-context:])
+    written = text.encode(PROMPT)
     generator = torch.Generator().manual_seed(0)
     speaker = torch.tensor(pipe.rank if pipe.gives_output else -1)
     if dist.is_initialized():
         dist.all_reduce(speaker, dist.ReduceOp.MAX)
-    for _ in range(num_bytes):
-        window = text[-context:]
+    for _ in range(num_tokens):
+        window = written[-context:]
         tokens = torch.zeros(1, context, dtype=torch.int64)
         tokens[0, : len(window)] = torch.tensor(window)
         logits = pipe(tokens)  # None in processes without the last stage
@@ -33,6 +34,6 @@ def write_text(pipe: pd2.PipelineModule, context: int, num_bytes: int) -> bytes:
             following = torch.multinomial(odds, 1, generator=generator)
         if dist.is_initialized():
             dist.broadcast(following, src=int(speaker))
-        text.append(int(following))
+        written.append(int(following))
     pipe.train()
-    return bytes(text)
+    return text.decode(written)

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, which train_gpt.py trains."""
+"""A small GPT over bytes, or over words, which train_gpt.py trains."""
 
 from __future__ import annotations
 
@@ -39,19 +39,27 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts each next byte: [rows, context] int64 -> logits [rows, context, 256].
+    """Predicts each next token: [rows, context] int64 -> logits [rows, context, num_tokens].
 
     This is an ordinary module that knows nothing of pipelines. torch.fx can trace it, because no
     Python branch depends on a tensor. Head and embedding do not share weights.
     """
 
-    def __init__(self, *, num_layers: int, width: int, num_heads: int, context: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        width: int,
+        num_heads: int,
+        context: int,
+        num_tokens: int = NUM_BYTES,
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(NUM_BYTES, width)
+        self.embedding = nn.Embedding(num_tokens, width)
         self.position = nn.Parameter(torch.zeros(context, width))
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, NUM_BYTES, bias=False)
+        self.head = nn.Linear(width, num_tokens, bias=False)
         for name, parameter in self.named_parameters():
             # The embedding keeps its unit variance: with a smaller one the model learns little more
             # than the frequency of each byte in the first few hundred batches.
@@ -68,15 +76,18 @@ class GPT(nn.Module):
 
 def for_planning() -> dict[str, Any]:
     """Returns what ``pipedream2bw plan --model gpt:for_planning`` needs, in the default sizes."""
+    from word_text import load_words  # beside this file
+
     tokens = torch.zeros(1, 64, dtype=torch.int64)
+    num_tokens = load_words(None).num_tokens
     return {
-        "model": GPT(num_layers=4, width=128, num_heads=4, context=64),
-        "loss_fn": next_byte_loss,
+        "model": GPT(num_layers=4, width=128, num_heads=4, context=64, num_tokens=num_tokens),
+        "loss_fn": next_token_loss,
         "example_args": (tokens,),
         "target": tokens,
     }
 
 
-def next_byte_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Returns the mean cross-entropy in nats per byte; an untrained model has ln 256 = 5.55."""
+def next_token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Returns the mean cross-entropy in nats per token; an untrained model has ln(num_tokens)."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())

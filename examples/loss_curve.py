@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 
-def draw_losses(losses: list[float], path: Path, unit: str = "nats per byte") -> None:
+def draw_losses(losses: list[float], path: Path, unit: str = "nats per token") -> None:
     """Draws every batch's loss and the mean of the 20 around it."""
     window = max(1, min(20, len(losses) // 4))
     means = [sum(losses[i : i + window]) / window for i in range(max(0, len(losses) - window) + 1)]

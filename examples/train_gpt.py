@@ -1,4 +1,4 @@
-"""Trains a small byte-level GPT as a pipeline, generates text and compares the schedules.
+"""Trains a small GPT as a pipeline, generates text and compares the schedules.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --demo    one process per stage
     python examples/train_gpt.py --stages 4                                  one thread per stage
@@ -12,7 +12,8 @@ With ``--checkpoint FOLDER`` the run is saved now and then, and started again it
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint run
 
-The text is the source code of Python's standard library unless ``--data`` names a file or a folder.
+The text is English, sentences of the documentation in Python's standard library, unless ``--data``
+names a file or a folder. Tokens are frequent words, and bytes.
 Writes loss.png, timeline.png, sample.txt and throughput.md into ``--out``. Set OMP_NUM_THREADS=1
 if the stages share the cores of one machine.
 """
@@ -24,21 +25,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from byte_text import RandomBatches, load_text
+from byte_text import RandomBatches
 from compare_schedules import compare, record_timeline
 from generate_text import PROMPT, write_text
-from gpt import GPT, next_byte_loss
+from gpt import GPT, next_token_loss
 from gpt_options import parse_options
 from loss_curve import draw_losses
 from train_and_save import train
+from word_text import load_words
 
 import pipedream2bw as pd2
 
 
 def main() -> None:
     options = parse_options()
-    text = load_text(options.data)
-    example, _ = next(RandomBatches(text, options.rows, options.context, seed=0))
+    text = load_words(options.data)
+    example, _ = next(RandomBatches(text.tokens, options.rows, options.context, seed=0))
 
     def build(schedule: str) -> tuple[pd2.PipelineModule, pd2.PipelineOptimizer]:
         torch.manual_seed(options.seed)  # the same weights on every rank
@@ -47,10 +49,11 @@ def main() -> None:
             width=options.width,
             num_heads=options.heads,
             context=options.context,
+            num_tokens=text.num_tokens,
         )
         pipe = pd2.PipelineModule(
             model,
-            next_byte_loss,
+            next_token_loss,
             example_args=(example,),
             **layout(schedule, options),
         )
@@ -63,15 +66,16 @@ def main() -> None:
     pipe, optimizer = build(options.schedule)
     is_root = pipe.rank == 0
     # Each replica gets its own batches.
-    batches = RandomBatches(text, options.rows, options.context, options.seed + pipe.replica)
+    batches = RandomBatches(text.tokens, options.rows, options.context, options.seed + pipe.replica)
     tokens_per_batch = options.rows * options.context * options.replicas
     if is_root:
         print(pipe)
-        print(f"{len(text):,} bytes of text, {tokens_per_batch:,} bytes per batch\n", flush=True)
+        tokens = f"{len(text.tokens):,} tokens of text, {tokens_per_batch:,} in each batch"
+        print(f"{tokens}, {text.num_tokens:,} different ones\n", flush=True)
     with pipe:
         losses = train(pipe, optimizer, batches, options, tokens_per_batch)
         events = {options.schedule: record_timeline(pipe, optimizer, batches)}
-        sample = write_text(pipe, options.context, options.sample_bytes)
+        sample = write_text(pipe, text, options.context, options.sample_tokens)
     table = ""
     if options.compare_seconds > 0:
         if is_root:
@@ -108,11 +112,12 @@ def report(losses: list[float], sample: bytes, table: str, out: Path) -> None:
     )
     print("-" * 72)
     if losses:  # else all had been trained before
-        print(f"loss: {losses[0]:.3f} -> {sum(tail) / len(tail):.3f} nats per byte")
-    print(f"written: {', '.join(str(out / n) for n in ('loss.png', 'timeline.png', 'sample.txt'))}")
+        print(f"loss: {losses[0]:.3f} -> {sum(tail) / len(tail):.3f} nats per token")
     if table:
         (out / "throughput.md").write_text(table + "\n", encoding="utf-8")
         print("\n" + table)
+    names = ["loss.png", "timeline.png", "sample.txt", *(["throughput.md"] if table else [])]
+    print(f"\nwritten, pictures first: {', '.join(str(out / name) for name in names)}")
 
 
 if __name__ == "__main__":

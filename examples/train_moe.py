@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812
 from byte_text import RandomBatches, load_text
-from gpt import GPT, next_byte_loss
+from gpt import GPT, next_token_loss
 from loss_curve import draw_losses
 from torch import nn
 
@@ -82,7 +82,7 @@ def main() -> None:
     tokens, _ = next(batches)
     with pd2.PipelineModule(
         model,
-        next_byte_loss,
+        next_token_loss,
         num_stages=options.stages,
         num_microbatches=max(4, options.stages),
         example_args=(tokens,),

@@ -180,7 +180,7 @@ def use_wheel(environment: Environment, wheel: Path) -> None:
     )
     environment.run(
         *("python", example, "--steps", "10", "--layers", "2", "--width", "32"),
-        *("--sample-bytes", "10", "--out", "out"),
+        *("--sample-tokens", "10", "--out", "out"),
         compiler=False,
     )
 

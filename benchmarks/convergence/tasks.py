@@ -14,7 +14,7 @@ from torch import nn
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 from byte_text import RandomBatches, load_text
-from gpt import GPT, next_byte_loss
+from gpt import GPT, next_token_loss
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
@@ -47,7 +47,7 @@ def byte_gpt(
         name="byte GPT",
         unit="nats per byte",
         build=lambda: GPT(num_layers=layers, width=width, num_heads=4, context=context),
-        loss_fn=next_byte_loss,
+        loss_fn=next_token_loss,
         batches=lambda seed: RandomBatches(training, rows, context, seed),
         held_out=next(RandomBatches(held_out, num_held_out, context, seed=0)),
         is_inner=lambda name: name.startswith("blocks."),

@@ -19,14 +19,14 @@ CONTEXT = 1024
 
 def main() -> None:
     """Profiles without measuring, plans and draws."""
-    from gpt import GPT, next_byte_loss
+    from gpt import GPT, next_token_loss
 
     with torch.device("meta"):
         model = GPT(num_layers=24, width=2048, num_heads=16, context=CONTEXT)
     tokens = torch.zeros(1, CONTEXT, dtype=torch.int64)
     profile = pd2.profile(
         model,
-        next_byte_loss,
+        next_token_loss,
         example_args=(tokens,),
         target=tokens,
         microbatch_rows=(1, 2, 4),

@@ -20,7 +20,7 @@ from tests.runs.saved import saved
 from tests.samples.plans import plan_for
 
 EXAMPLES = ROOT / "examples"
-SHAPE = {"layers": 2, "width": 32, "heads": 2, "context": 32, "sample-bytes": 4, "steps": 40}
+SHAPE = {"layers": 2, "width": 32, "heads": 2, "context": 32, "sample-tokens": 4, "steps": 40}
 TINY_GPT = [f"--{name}={value}" for name, value in SHAPE.items()]
 pytestmark = pytest.mark.slow
 

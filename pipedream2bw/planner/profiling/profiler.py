@@ -77,6 +77,11 @@ def profile(
     given = locals()
     subject = Subject(**{each.name: given[each.name] for each in dataclasses.fields(Subject)})
     if dry is not None:
+        if not isinstance(dry, DeviceFigures):
+            raise TypeError(
+                f"dry: {dry!r} given, it must be DeviceFigures, such as "
+                'pipedream2bw.KNOWN_DEVICES["v100"]'
+            )
         _check_numbers(parallel, seconds, timeout)
         return _dry_profile(Prepared.of(subject, dry), dry)
     control = join("profile", device_type_of(model, example_args, example_kwargs), timeout)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pipedream2bw as pd2
-from examples.gpt import GPT, next_byte_loss
+from examples.gpt import GPT, next_token_loss
 from pipedream2bw.__main__ import main
 from pipedream2bw.model.materialize import for_capture
 from pipedream2bw.planner.profiling.layer_groups import group_layers
@@ -140,12 +140,12 @@ def test_a_stage_keeps_what_the_profile_says(name: str) -> None:
 
 def test_every_name_is_one_where_a_stage_may_begin() -> None:
     model, tokens = small_gpt(2)
-    profile = dry(model, tokens, tokens, loss_fn=next_byte_loss)
+    profile = dry(model, tokens, tokens, loss_fn=next_token_loss)
     cuts = [i + 1 for i, layer in enumerate(profile.layers) if layer.can_cut_after]
     names = [profile.layers[cut].name for cut in cuts]
     pipe = pd2.PipelineModule(
         model,
-        next_byte_loss,
+        next_token_loss,
         num_stages=len(names) + 1,
         num_microbatches=1,
         schedule="gpipe",
@@ -159,7 +159,7 @@ def test_every_name_is_one_where_a_stage_may_begin() -> None:
 
 def test_equal_blocks_are_timed_once() -> None:
     model, tokens = small_gpt(12, width=64)
-    profile = dry(model, tokens, tokens, loss_fn=next_byte_loss)
+    profile = dry(model, tokens, tokens, loss_fn=next_token_loss)
     ends = [0, *(i + 1 for i, layer in enumerate(profile.layers) if layer.can_cut_after)]
     timed = [begin for begin in ends if profile.layers[begin].repeats is None]
     assert len(ends) >= 16
@@ -384,6 +384,12 @@ def test_a_profile_of_another_model() -> None:
 def test_arguments_that_make_no_profile(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dry(Three(), torch.randn(2, 8), torch.randn(2, 4), **options)
+
+
+def test_a_device_by_its_name_is_refused_with_the_figures_that_it_has() -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(TypeError, match=r"dry: 'v100' given, .*KNOWN_DEVICES\[\"v100\"\]"):
+        pd2.profile(nn.Linear(4, 4), squares, example_args=(x,), target=x, dry="v100")  # type: ignore[arg-type]
 
 
 def test_layers_that_fake_tensors_cannot_run_have_no_dry_profile() -> None:
