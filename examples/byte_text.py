@@ -20,13 +20,23 @@ def load_text(path: Path | None) -> torch.Tensor:
     Raises:
         ValueError: there are fewer than 10,000 bytes of text.
     """
+    return torch.frombuffer(read_text(path), dtype=torch.uint8)
+
+
+def library_files() -> list[Path]:
+    """The sources of Python's standard library, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return [
+        file
+        for file in sorted(root.rglob("*.py"))
+        if not NOT_LIBRARY & set(file.relative_to(root).parts)
+    ]
+
+
+def read_text(path: Path | None) -> bytearray:
+    """The bytes that :func:`load_text` loads."""
     if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [
-            file
-            for file in sorted(root.rglob("*.py"))
-            if not NOT_LIBRARY & set(file.relative_to(root).parts)
-        ]
+        files = library_files()
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
     else:
@@ -39,8 +49,9 @@ def load_text(path: Path | None) -> torch.Tensor:
         if len(text) > MOST_BYTES:
             break
     if len(text) < 10_000:
-        raise ValueError(f"{path or root}: {len(text)} bytes of text, at least 10000 are needed")
-    return torch.frombuffer(text[:MOST_BYTES], dtype=torch.uint8)
+        place = path or sysconfig.get_path("stdlib")
+        raise ValueError(f"{place}: {len(text)} bytes of text, at least 10000 are needed")
+    return text[:MOST_BYTES]
 
 
 class RandomBatches:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import re
-import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from byte_text import NOT_LIBRARY, load_text
+from byte_text import library_files, read_text
 
 NUM_BYTES = 256
 MOST_WORDS = 2048
@@ -38,7 +37,7 @@ class Text(NamedTuple):
         return NUM_BYTES + len(self.words)
 
     def encode(self, text: bytes) -> list[int]:
-        return _encode(text, {word: NUM_BYTES + i for i, word in enumerate(self.words)})
+        return _encode(text, self.words)
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         return b"".join(
@@ -55,14 +54,14 @@ def load_words(path: Path | None) -> Text:
     Raises:
         ValueError: there are fewer than 10,000 bytes of text.
     """
-    text = _simple_sentences() if path is None else bytes(load_text(path).tolist())
+    text = _simple_sentences() if path is None else bytes(read_text(path))
     counts = collections.Counter(piece for piece in PIECE.findall(text) if len(piece) > 1)
     words = [word for word, count in counts.most_common(MOST_WORDS) if count >= LEAST_COUNT]
+    return Text(torch.tensor(_encode(text, words), dtype=torch.int32), words)
+
+
+def _encode(text: bytes, words: Sequence[bytes]) -> list[int]:
     known = {word: NUM_BYTES + i for i, word in enumerate(words)}
-    return Text(torch.tensor(_encode(text, known), dtype=torch.int32), words)
-
-
-def _encode(text: bytes, known: dict[bytes, int]) -> list[int]:
     tokens: list[int] = []
     for piece in PIECE.findall(text):
         if piece in known:
@@ -86,10 +85,7 @@ def _words(sentence: str) -> list[str]:
 
 def _sentences() -> Iterator[str]:
     """The sentences in the documentation of Python's standard library that have words alone."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(root.rglob("*.py")):
-        if NOT_LIBRARY & set(file.relative_to(root).parts):
-            continue
+    for file in library_files():
         source = file.read_text("utf-8", errors="replace")
         comments = [re.sub(r"^[ \t]*# ", "", each, flags=re.M) for each in COMMENT.findall(source)]
         for documentation in [*DOCUMENTATION.findall(source), *comments]:

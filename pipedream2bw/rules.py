@@ -39,17 +39,18 @@ class Kind(NamedTuple):
     examples: tuple[Any, ...] = ()
 
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtypes that options may name."""
 
 
 def as_dtype(value: Any) -> Any:
     """The dtype of a name such as "bf16"; what is no such name as it is, for its check."""
-    return _DTYPES.get(value, value) if isinstance(value, str) else value
+    return DTYPES.get(value, value) if isinstance(value, str) else value
 
 
 def as_name(value: Any) -> Any:
     """The name of a dtype that has one, the other way round."""
-    names = {dtype: name for name, dtype in _DTYPES.items()}
+    names = {dtype: name for name, dtype in DTYPES.items()}
     return names.get(value, value) if isinstance(value, torch.dtype) else value
 
 

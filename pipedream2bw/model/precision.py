@@ -12,8 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from ..options import Options
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from ..rules import DTYPES
 
 _NOTHING = contextlib.nullcontext()
 
@@ -32,9 +31,9 @@ class Precision:
 
     def __init__(self, root: nn.Module, options: Options, device_type: str) -> None:
         precision = options.precision
-        self.dtype = None if precision is None else _DTYPES[precision]
+        self.dtype = None if precision is None else DTYPES[precision]
         if precision is not None:
-            _check_device(precision, _DTYPES[precision], device_type)
+            _check_device(precision, DTYPES[precision], device_type)
         self.split_master, self.gradient_dtype = options.split_master, options.gradient_dtype
         self._autocast = options.autocast
         self._root = root
@@ -45,7 +44,7 @@ class Precision:
         }
         self._before: dict[str, torch.dtype] = {}
         for name, tensor, _ in self._tensors():
-            if tensor.requires_grad and tensor.dtype not in _DTYPES.values():
+            if tensor.requires_grad and tensor.dtype not in DTYPES.values():
                 raise ValueError(
                     f"parameter {name}: {tensor.dtype}, precision: {precision!r}: what is trained "
                     "must be float32, bfloat16 or float16, as its master is float32"

@@ -64,7 +64,7 @@ class OptimizerOptions:
         return self.max_grad_norm is not None or self.loss_scale is not None
 
     def all_extensions(self) -> dict[str, Extension]:
-        """Those that were given, by where they were."""
+        """The extensions that were given, by the argument that has them."""
         numbered = {f"extensions[{number}]": each for number, each in enumerate(self.extensions)}
         own = {} if self.replica_sync is None else {"replica_sync": self.replica_sync}
         return {**own, **numbered}

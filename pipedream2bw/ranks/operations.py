@@ -62,4 +62,4 @@ class Finished(NamedTuple):
 
 
 ROW_LENGTH = 4 + len(Announcement._fields)
-"""Of the longest of these, and of what every row begins with: see ``ControlPlane.agree``."""
+"""Numbers in a row: what every row begins with (``ControlPlane.agree``), and the longest tuple."""

@@ -177,7 +177,7 @@ class Extension:
         """
 
     def known_everywhere(self, steps: Sequence[int]) -> Sequence[int]:
-        """Those of a folder's checkpoints that may be gone on from. Rank 0 alone calls it."""
+        """The steps of a folder's checkpoints from which a run may go on. Rank 0 alone calls it."""
         return steps
 
 
@@ -197,7 +197,7 @@ class Extensions:
         self._places[""] = [*alive, weakref.ref(extension)]
 
     def at(self, place: str) -> list[Extension]:
-        """Those of a place that still exist."""
+        """The extensions of a place that still exist."""
         found = [each() for each in self._places.get(place, ())]
         return [each for each in found if each is not None]
 

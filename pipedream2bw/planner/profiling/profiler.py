@@ -23,6 +23,7 @@ from ...checks import check_number, check_whole_number
 from ...model.fingerprint import describe_parameters
 from ...model.surroundings import plain_modes, random_state_kept
 from ...ranks.agreement import ControlPlane, join
+from ...rules import instance
 from ...stages.boundaries import values_between
 from .engine_timing import dry_seconds_per_update_byte, seconds_per_action, seconds_per_update_byte
 from .group_timing import GroupTimes, Measured, measure_groups
@@ -30,6 +31,8 @@ from .layer_groups import Group
 from .links import with_links
 from .prepared import LossGraph, Prepared, Subject, checked_rows
 from .profile import Edge, Kept, MicrobatchProfile, Profile, ProfiledDevice
+
+_FIGURES = instance('DeviceFigures, such as pipedream2bw.KNOWN_DEVICES["v100"]', DeviceFigures)
 
 
 def profile(
@@ -77,11 +80,7 @@ def profile(
     given = locals()
     subject = Subject(**{each.name: given[each.name] for each in dataclasses.fields(Subject)})
     if dry is not None:
-        if not isinstance(dry, DeviceFigures):
-            raise TypeError(
-                f"dry: {dry!r} given, it must be DeviceFigures, such as "
-                'pipedream2bw.KNOWN_DEVICES["v100"]'
-            )
+        _FIGURES.check("dry", dry)
         _check_numbers(parallel, seconds, timeout)
         return _dry_profile(Prepared.of(subject, dry), dry)
     control = join("profile", device_type_of(model, example_args, example_kwargs), timeout)
