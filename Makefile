@@ -189,8 +189,12 @@ lint: $(STAMPS)/dev pipedream2bw/_C.pyi
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 # The kernels, and the C++ files that call them where there is CUDA.
-CUDA_SOURCES := $(filter %.cu,$(CXX_FILES)) $(shell grep -l PD2_WITH_CUDA -r csrc --include='*.cpp')
+CUDA_SOURCES := $(filter %.cu,$(CXX_FILES))
 CUDA_OBJECTS := $(patsubst %,build/nvcc/%.o,$(CUDA_SOURCES))
+CUDA_CALLERS := $(shell cd csrc && grep -l PD2_WITH_CUDA -r . --include='*.cpp' | sed 's,^\./,,')
+# Those files as setup.py joins them with others: names that two of them share clash only there.
+CUDA_UNITS = $(shell grep -lF $(CUDA_CALLERS:%=-e %) \
+    $$($(BIN)/python -c 'import setup; print(*setup.units(setup.CSRC, "engine"))'))
 NVCC_FLAGS := -std=c++20 -O3 -DPD2_WITH_CUDA -Icsrc -Werror=all-warnings \
     -Xcompiler=-Wall,-Wextra,-Werror
 # As in setup.py: those of them that nvcc knows, and PTX for what comes after the last.
@@ -205,8 +209,8 @@ ifeq ($(NVCC),)
 nvcc:
 	@echo "no nvcc: the .cu files were not compiled"
 else
-nvcc: $(CUDA_OBJECTS)
-	@echo "nvcc compiled $(CUDA_SOURCES)"
+nvcc: $(CUDA_OBJECTS) build/nvcc/units
+	@echo "nvcc compiled $(CUDA_SOURCES) $(CUDA_CALLERS)"
 endif
 
 build/nvcc/%.cu.o: %.cu $(CXX_FILES)
@@ -214,10 +218,13 @@ build/nvcc/%.cu.o: %.cu $(CXX_FILES)
 	$(NVCC) $(NVCC_FLAGS) -c $< -o $@ $(GENCODE)
 
 # A torch without CUDA ships c10/cuda, but for one generated header of which nothing is needed here.
-build/nvcc/%.cpp.o: %.cpp $(CXX_FILES) $(STAMPS)/torch
-	mkdir -p $(@D) build/nvcc/include/c10/cuda/impl
+build/nvcc/units: $(CXX_FILES) setup.py $(STAMPS)/torch
+	mkdir -p build/nvcc/include/c10/cuda/impl
 	touch build/nvcc/include/c10/cuda/impl/cuda_cmake_macros.h
-	$(NVCC) -x c++ $(NVCC_FLAGS) $(TORCH_INCLUDES) -isystem build/nvcc/include -c $< -o $@
+	set -e; for unit in $(CUDA_UNITS); do \
+	    $(NVCC) -x c++ $(NVCC_FLAGS) $(TORCH_INCLUDES) -isystem build/nvcc/include \
+	        -c $$unit -o build/nvcc/$$(basename $$unit).o; done
+	touch $@
 
 # With PYTHON=... that Python's torch is asked, and nothing is installed: no network is needed. The
 # check builds the extension itself.

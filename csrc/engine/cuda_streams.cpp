@@ -20,7 +20,7 @@ c10::Stream make_stream(c10::Device device, Urgency urgency) {
   return c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index()).unwrap();
 }
 
-[[maybe_unused]] const bool kIsRegistered = [] {
+[[maybe_unused]] const bool kMakesStreams = [] {
   by_device_type<MakeStream>().set(c10::DeviceType::CUDA, make_stream);
   return true;
 }();

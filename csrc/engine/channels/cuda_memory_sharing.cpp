@@ -179,7 +179,7 @@ void await(SharedWord& word, std::uint32_t value, const MaybeStream& stream) {
   TORCH_CHECK(result == CUDA_SUCCESS, "cuStreamWaitValue32: error ", static_cast<int>(result));
 }
 
-[[maybe_unused]] const bool kIsRegistered = [] {
+[[maybe_unused]] const bool kSharesMemory = [] {
   by_device_type<DeviceMemorySharing>().set(
       c10::DeviceType::CUDA, {take_stream, give_back, allocate, open, pin, copy, set, await});
   return true;

@@ -14,7 +14,7 @@ GridDevice current_cuda_device() {
           /*pins_memory=*/true};
 }
 
-[[maybe_unused]] const bool kIsRegistered = [] {
+[[maybe_unused]] const bool kHasPasses = [] {
   by_device_type<DevicePasses>().set(
       c10::DeviceType::CUDA, {[](const FlatStep& step, at::Tensor& table) {
                                 upload_on_grid(step, table, current_cuda_device());
