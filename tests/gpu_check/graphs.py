@@ -76,7 +76,7 @@ def attend(kind: str) -> Act:
 
     def act(x: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if kind == "EFFICIENT_ATTENTION" else torch.bfloat16
-        heads = x.to(dtype).view(8, -1, 1, WIDTH).transpose(1, 2)
+        heads = x.to(dtype).view(1, -1, 1, WIDTH).transpose(1, 2)
         with sdpa_kernel(getattr(SDPBackend, kind)):
             mixed = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.25)
         return mixed.transpose(1, 2).reshape(x.shape).to(x.dtype)

@@ -31,55 +31,55 @@ BUILD = Section("build", 240, "it builds; registers are noted, none spills", HER
 FIRST = (
     Section(
         "bandwidth",
-        15,
+        10,
         ">= 0.9 of a copy's; 200 runs of parameters <= 1.1 of one",
         HERE + ".bandwidth:run",
     ),
     Section(
         "one stage",
-        18,
+        38,
         "d = 1 <= 1.03 of the unsplit model; clipping <= 1.02; a launch <= 30 us",
         HERE + ".one_stage:run",
     ),
     Section(
         "ring",
-        24,
+        28,
         "two processes on one device: the numbers of the definition",
         HERE + ".ring:run",
         environment=DETERMINISTIC,
     ),
 )
 SECOND = (
-    Section("kernels", 25, "equal bits to the CPU's passes, but of NaN", HERE + ".kernels:run"),
+    Section("kernels", 15, "equal bits to the CPU's passes, but of NaN", HERE + ".kernels:run"),
     Section(
         "graphs",
-        25,
+        22,
         "the bits and the memory of a training whose recordings fail or do not",
         HERE + ".graphs:run",
         environment=DETERMINISTIC,
     ),
     Section(
         "user's side",
-        16,
+        18,
         "another stream, buffers written again, synchronize() anywhere: equal bits",
         HERE + ".users_side:run",
         environment=DETERMINISTIC,
     ),
     Section(
         "waits",
-        12,
+        14,
         "the steady state: no wait of the caller, elsewhere for losses and norms alone",
         HERE + ".waits:run",
     ),
     Section(
         "memory",
-        22,
+        28,
         "the allocator's peak <= 1.05 of memory_report()",
         HERE + ".memory:run",
         environment=SMALL_WORKSPACES,
     ),
     Section(
-        "speed", 15, "noted: time at every depth over the unsplit model's", HERE + ".speed:run"
+        "speed", 32, "noted: time at every depth over the unsplit model's", HERE + ".speed:run"
     ),
     Section(
         "streams",
@@ -98,21 +98,21 @@ SECOND = (
 THIRD = (
     Section(
         "train",
-        40,
+        60,
         "noted: a GPT in bf16 against the unsplit model and torch's 1F1B",
         HERE + ".train:run",
         environment=SHARING,
     ),
     Section(
         "chains",
-        30,
+        50,
         "three and four processes on one device: the numbers of the definition",
         HERE + ".chains:run",
         environment=DETERMINISTIC,
     ),
     Section(
         "failing",
-        22,
+        38,
         "a kill, an error, no memory: raised within 5 s; the weights can be read",
         HERE + ".failing:run",
     ),
@@ -125,13 +125,13 @@ THIRD = (
     ),
     Section(
         "allocators",
-        18,
+        22,
         "the numbers of the definition with torch's other allocators",
         HERE + ".allocators:run",
         environment=DETERMINISTIC,
     ),
     Section(
-        "sanitizer", 45, "compute-sanitizer finds nothing in the passes", HERE + ".sanitizer:run"
+        "sanitizer", 24, "compute-sanitizer finds nothing in the passes", HERE + ".sanitizer:run"
     ),
 )
 

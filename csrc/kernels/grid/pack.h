@@ -1,4 +1,4 @@
-// Neighbouring numbers that a thread reads or writes at once, 16 bytes by an instruction.
+// Neighbouring numbers that a thread reads or writes at once, 16 or 8 bytes by an instruction.
 //
 // What a step reads is not read again before the caches have forgotten it, so it is marked as
 // streamed: it leaves their room to others.
@@ -32,6 +32,9 @@ PD2_HOST_DEVICE Pack<T, kWidth> read(const T* p) {
     uint4 words[kAccesses];
     for (int i = 0; i < kAccesses; ++i) words[i] = __ldcs(reinterpret_cast<const uint4*>(p) + i);
     memcpy(&pack, words, sizeof(pack));
+  } else if constexpr (sizeof(pack) == sizeof(uint2)) {
+    const uint2 word = __ldcs(reinterpret_cast<const uint2*>(p));
+    memcpy(&pack, &word, sizeof(pack));
   } else {
     static_assert(kWidth == 1);
     pack.lane[0] = __ldcs(p);
@@ -42,6 +45,17 @@ PD2_HOST_DEVICE Pack<T, kWidth> read(const T* p) {
   return pack;
 }
 
+#ifdef __CUDA_ARCH__
+template <bool kIsKept, typename Word>
+__device__ void write_word(Word* to, Word word) {
+  if constexpr (kIsKept) {
+    __stwb(to, word);
+  } else {
+    __stcs(to, word);
+  }
+}
+#endif
+
 // `kIsKept`: read soon by others, of the caches' room worth.
 template <bool kIsKept, int kWidth, typename T>
 PD2_HOST_DEVICE void write(T* p, const Pack<T, kWidth>& pack) {
@@ -50,14 +64,12 @@ PD2_HOST_DEVICE void write(T* p, const Pack<T, kWidth>& pack) {
   if constexpr (kAccesses > 0) {
     uint4 words[kAccesses];
     memcpy(words, &pack, sizeof(pack));
-    for (int i = 0; i < kAccesses; ++i) {
-      uint4* to = reinterpret_cast<uint4*>(p) + i;
-      if constexpr (kIsKept) {
-        __stwb(to, words[i]);
-      } else {
-        __stcs(to, words[i]);
-      }
-    }
+    for (int i = 0; i < kAccesses; ++i)
+      write_word<kIsKept>(reinterpret_cast<uint4*>(p) + i, words[i]);
+  } else if constexpr (sizeof(pack) == sizeof(uint2)) {
+    uint2 word;
+    memcpy(&word, &pack, sizeof(pack));
+    write_word<kIsKept>(reinterpret_cast<uint2*>(p), word);
   } else {
     static_assert(kWidth == 1);
     *p = pack.lane[0];

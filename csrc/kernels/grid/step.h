@@ -123,16 +123,6 @@ PD2_HOST_DEVICE bool is_fed_aligned(const FedArray<V, Kept>& fed) {
   return is_aligned(fed.kept);
 }
 
-template <typename Weights, typename Fed>
-struct SmallestElement {
-  static constexpr int kBytes = sizeof(typename Weights::Out);
-};
-template <typename Weights, typename V, typename Kept>
-struct SmallestElement<Weights, FedArray<V, Kept>> {
-  static constexpr int kBytes = static_cast<int>(
-      sizeof(Kept) < sizeof(typename Weights::Out) ? sizeof(Kept) : sizeof(typename Weights::Out));
-};
-
 // Steps kWidth neighbours with whole accesses to each array. Everything is read before anything is
 // written: w_out may be w or g.
 template <int kWidth, typename Step, typename Weights, int kStates, typename Fed>
@@ -164,8 +154,9 @@ template <typename Step, typename Weights, int kStates, typename Fed>
 PD2_HOST_DEVICE void step_chunk(const Arrays<Weights, kStates>& a, int n, int thread,
                                 const Step& step, const Fed& fed,
                                 Number<typename Weights::Scalar> gradient_scale) {
-  // 16 bytes of the array with the smallest elements.
-  constexpr int kWidth = kAccessBytes / SmallestElement<Weights, Fed>::kBytes;
+  // 16 bytes of the arrays with the largest elements: neighbouring threads then access neighbouring
+  // bytes of every array. With more, an instruction would leave gaps that the next one fills.
+  constexpr int kWidth = kAccessBytes / static_cast<int>(sizeof(typename Weights::Scalar));
   bool aligned = are_weights_aligned(a.weights) && is_aligned(a.g) && is_fed_aligned(fed);
   for (int s = 0; s < kStates; ++s) aligned = aligned && is_aligned(a.state[s]);
   const int in_packs = aligned ? n / kWidth * kWidth : 0;
