@@ -11,10 +11,12 @@ import contextlib
 import functools
 import struct
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from .. import _C
+from ..accelerator import module_of
 
 # The state that stands for a place: a mark, whether the place is known, and the place.
 _STATE = struct.Struct("=8s?4Q")
@@ -56,23 +58,29 @@ def reference_random(*, seed: int, train_step: int, microbatch: int) -> Iterator
 
 
 def follow_threads() -> None:
-    """Makes torch.get_rng_state and set_rng_state those of a thread that draws by key.
+    """Makes get_rng_state and set_rng_state those of a thread that draws by key.
 
-    So what restores the state before it runs a forward again finds the same numbers. In all other
-    threads the functions do what they did.
+    They are torch's, and those of the accelerator in use, whose generator all stages share: while
+    one stage sets it back, as a checkpoint does, another one may draw. What restores the state
+    before it runs a forward again finds the same numbers. In all other threads the functions do
+    what they did.
     """
-    if getattr(torch.get_rng_state, "follows_threads", False):
-        return
-    for module in (torch, torch.random):
-        module.get_rng_state = _following_get(module.get_rng_state)  # type: ignore[attr-defined]
-        module.set_rng_state = _following_set(module.set_rng_state)  # type: ignore[attr-defined]
+    modules: list[Any] = [torch, torch.random]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        of_device = module_of(accelerator.type)
+        modules += [each for each in (of_device, getattr(of_device, "random", None)) if each]
+    for module in modules:
+        if not getattr(module.get_rng_state, "follows_threads", False):
+            module.get_rng_state = _following_get(module.get_rng_state)
+            module.set_rng_state = _following_set(module.set_rng_state)
 
 
-def _following_get(plain: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def _following_get(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(plain)
-    def get_rng_state() -> torch.Tensor:
+    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
         if not _C.is_keyed():
-            return plain()
+            return plain(*args, **kwargs)
         place = _C.random_place()
         known = place is not None
         packed = _STATE.pack(_MARK, known, *(place or (0, 0, 0, 0)))
@@ -82,11 +90,11 @@ def _following_get(plain: Callable[[], torch.Tensor]) -> Callable[[], torch.Tens
     return get_rng_state
 
 
-def _following_set(plain: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+def _following_set(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
-    def set_rng_state(new_state: torch.Tensor) -> None:
+    def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if not _C.is_keyed():
-            plain(new_state)
+            plain(new_state, *args, **kwargs)
             return
         packed = bytes(new_state.tolist())
         if len(packed) != _STATE.size or not packed.startswith(_MARK):

@@ -120,6 +120,7 @@ def _device_module() -> Any:
     made: Any = types.ModuleType(f"torch.{NAME}")
     accelerator = torch.accelerator
     made.is_available = made.is_initialized = lambda: True
+    made._initialized = True  # torch's checkpoints ask for it, and then keep the device's state
     made.init = made._lazy_init = lambda: None
     made._is_in_bad_fork = lambda: False
     made.device_count = lambda: _checked.NUM_DEVICES

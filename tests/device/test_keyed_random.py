@@ -38,6 +38,33 @@ def test_draws_of_a_device_follow_the_key_alone(given: bool) -> None:
     assert not torch.equal(drawn(1)[1], first[1])
 
 
+def test_a_checkpoint_leaves_the_generator_that_stages_share_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch sets it back around a forward that runs again, while another stage may draw."""
+    x = torch.ones(64, device="checked:1", requires_grad=True)
+    touched = []
+
+    class Watched:
+        """Of the device's default generator, what would shift another thread's numbers."""
+
+        def get_state(self) -> torch.Tensor:
+            touched.append("read")
+            return torch.zeros(16, dtype=torch.uint8)
+
+        def set_state(self, state: torch.Tensor) -> None:
+            touched.append("set")
+
+    generators = (torch.checked.default_generators[0], Watched())  # type: ignore[attr-defined]
+    with pd2.reference_random(seed=5, train_step=0, microbatch=0):
+        monkeypatch.setattr(torch.checked, "default_generators", generators)  # type: ignore[attr-defined]
+        dropped = checkpoint(lambda x: F.dropout(x).square(), x, use_reentrant=False)
+        dropped.sum().backward()
+    assert touched == []
+    assert x.grad is not None
+    assert torch.equal(x.grad.cpu(), 2 * dropped.detach().cpu())
+
+
 class DrawsBackward(torch.autograd.Function):
     """Drops gradients, by an operator with a Generator argument and by one without."""
 
