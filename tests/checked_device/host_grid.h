@@ -14,7 +14,7 @@ inline void step_on_host(const StepLaunch& launch, std::int64_t num_blocks) {
   visit_step(launch,
              [&]<typename Arrays, typename Step>(const Arrays& arrays, std::type_identity<Step>) {
                for (std::int64_t block = 0; block < num_blocks; ++block) {
-                 for (int thread = 0; thread < kStepThreads; ++thread) {
+                 for (int thread = 0; thread < kThreads; ++thread) {
                    step_thread<Step>(arrays, {block, num_blocks, thread});
                  }
                }

@@ -12,11 +12,13 @@
 namespace pd2::kernels {
 namespace {
 
-// Blocks that step which a multiprocessor holds at least.
-constexpr int kBlocks = 4;
+// Blocks that step which a multiprocessor holds at least: their threads' numbers fit into its
+// registers.
+template <typename Arrays>
+constexpr int kBlocks = Arrays::kHasFewNumbers ? 4 : 2;
 
 template <typename Step, typename Arrays>
-__global__ void __launch_bounds__(kStepThreads, kBlocks) step_kernel(Arrays arrays) {
+__global__ void __launch_bounds__(kThreads, kBlocks<Arrays>) step_kernel(Arrays arrays) {
   step_thread<Step>(arrays, {blockIdx.x, gridDim.x, static_cast<int>(threadIdx.x)});
 }
 
@@ -38,26 +40,19 @@ void check(cudaError_t error, const char* what) {
   }
 }
 
-// As many blocks as there is work for, at most as many as the device holds at once.
+// A block for each chunk: threads that wait for their first numbers are then always few of many.
 template <typename... Arguments>
-void launch(void (*kernel)(Arguments...), int threads, std::int64_t useful, void* stream,
+void launch(void (*kernel)(Arguments...), int threads, std::int64_t blocks, void* stream,
             const Arguments&... arguments) {
-  int device = 0, multiprocessors = 0, per_multiprocessor = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute");
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, 0),
-        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  const std::int64_t resident = std::int64_t{multiprocessors} * std::max(1, per_multiprocessor);
-  const auto blocks = static_cast<unsigned int>(std::clamp<std::int64_t>(useful, 1, resident));
-  kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  kernel<<<static_cast<unsigned int>(std::max<std::int64_t>(blocks, 1)), threads, 0,
+           static_cast<cudaStream_t>(stream)>>>(arguments...);
   check(cudaGetLastError(), "optimizer kernel");
 }
 
 void launch_step(const StepLaunch& given, void* stream) {
   visit_step(given,
              [&]<typename Arrays, typename Step>(const Arrays& arrays, std::type_identity<Step>) {
-               launch(step_kernel<Step, Arrays>, kStepThreads, given.num_chunks, stream, arrays);
+               launch(step_kernel<Step, Arrays>, kThreads, given.num_chunks, stream, arrays);
              });
 }
 

@@ -9,10 +9,7 @@
 
 namespace pd2::kernels {
 
-constexpr int kThreads = 256;  // of a block that adds up
-// Of one that steps: while a block waits for the first numbers of a chunk, three others or more of
-// its multiprocessor are at work, and all threads' numbers fit into its registers.
-constexpr int kStepThreads = 128;
+constexpr int kThreads = 256;  // of a block
 
 struct GridThread {
   std::int64_t block = 0;

@@ -26,7 +26,7 @@ struct StepLaunch {
   void* kept = nullptr;                 // of runs with feedback; null: there are none
   bool keeps_bfloat16 = false;          // else of the type of the arithmetic; not of kDouble
   const void* table;                    // see step_table.h
-  std::int64_t num_chunks;  // how many blocks are worth starting; the table's own number rules
+  std::int64_t num_chunks;              // blocks to start; the table's own number rules
 };
 
 // Calls visit(weights) with the launch's weights, of the type of its kind.

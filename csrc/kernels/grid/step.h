@@ -38,7 +38,7 @@ PD2_HOST_DEVICE Pack<float, kWidth> load_weights(const SplitWeights& a, int i) {
 
 template <int kWidth, typename T>
 PD2_HOST_DEVICE void store_weights(const PlainWeights<T>& a, int i, const Pack<T, kWidth>& w) {
-  write<true>(a.w_out + i, w);
+  write(a.w_out + i, w);
 }
 template <int kWidth, HalfFormat kFormat>
 PD2_HOST_DEVICE void store_weights(const MasterWeights<kFormat>& a, int i,
@@ -48,8 +48,8 @@ PD2_HOST_DEVICE void store_weights(const MasterWeights<kFormat>& a, int i,
     half.lane[lane] =
         kFormat == HalfFormat::kBfloat16 ? bfloat16_bits(w.lane[lane]) : float16_bits(w.lane[lane]);
   }
-  write<false>(a.master + i, w);
-  write<true>(a.w_out + i, half);
+  write(a.master + i, w);
+  write(a.w_out + i, half);
 }
 template <int kWidth>
 PD2_HOST_DEVICE void store_weights(const SplitWeights& a, int i, const Pack<float, kWidth>& w) {
@@ -60,8 +60,8 @@ PD2_HOST_DEVICE void store_weights(const SplitWeights& a, int i, const Pack<floa
     high.lane[lane] = parts.high;
     remainder.lane[lane] = parts.remainder;
   }
-  write<true>(a.w_out + i, high);
-  write<false>(a.remainder + i, remainder);
+  write(a.w_out + i, high);
+  write(a.remainder + i, remainder);
 }
 
 template <typename T>
@@ -114,7 +114,7 @@ PD2_HOST_DEVICE void feed_back(const FedArray<Number<T>, Kept>& fed, int i,
     after.lane[lane] = fed.step.correct(V{before.lane[lane]}, V{after.lane[lane]}, kept).v;
     to_kept(pack.lane[lane], kept);
   }
-  write<false>(fed.kept + i, pack);
+  write(fed.kept + i, pack);
 }
 
 PD2_HOST_DEVICE inline bool is_fed_aligned(const NoFeedback&) { return true; }
@@ -144,7 +144,7 @@ PD2_HOST_DEVICE void step_pack(const Arrays<Weights, kStates>& a, int i, const S
     w_out.lane[lane] = step.template step<kStates>(V{w.lane[lane]}, gradient, numbers).v;
     for (int s = 0; s < kStates; ++s) state[s].lane[lane] = numbers[s].v;
   }
-  for (int s = 0; s < kStates; ++s) write<false>(a.state[s] + i, state[s]);
+  for (int s = 0; s < kStates; ++s) write(a.state[s] + i, state[s]);
   feed_back(fed, i, w, w_out);
   store_weights(a.weights, i, w_out);
 }
@@ -160,10 +160,10 @@ PD2_HOST_DEVICE void step_chunk(const Arrays<Weights, kStates>& a, int n, int th
   bool aligned = are_weights_aligned(a.weights) && is_aligned(a.g) && is_fed_aligned(fed);
   for (int s = 0; s < kStates; ++s) aligned = aligned && is_aligned(a.state[s]);
   const int in_packs = aligned ? n / kWidth * kWidth : 0;
-  for (int i = thread * kWidth; i < in_packs; i += kStepThreads * kWidth) {
+  for (int i = thread * kWidth; i < in_packs; i += kThreads * kWidth) {
     step_pack<kWidth>(a, i, step, fed, gradient_scale);
   }
-  for (int i = in_packs + thread; i < n; i += kStepThreads) {
+  for (int i = in_packs + thread; i < n; i += kThreads) {
     step_pack<1>(a, i, step, fed, gradient_scale);
   }
 }
@@ -172,16 +172,18 @@ template <typename T>
 PD2_HOST_DEVICE void copy_chunk(const T* from, T* to, int n, int thread) {
   constexpr int kWidth = kAccessBytes / static_cast<int>(sizeof(T));
   const int in_packs = is_aligned(from) && is_aligned(to) ? n / kWidth * kWidth : 0;
-  for (int i = thread * kWidth; i < in_packs; i += kStepThreads * kWidth) {
-    write<true>(to + i, read<kWidth>(from + i));
+  for (int i = thread * kWidth; i < in_packs; i += kThreads * kWidth) {
+    write(to + i, read<kWidth>(from + i));
   }
-  for (int i = in_packs + thread; i < n; i += kStepThreads) to[i] = from[i];
+  for (int i = in_packs + thread; i < n; i += kThreads) to[i] = from[i];
 }
 
 // Kept is void where no run has feedback.
 template <typename Weights, typename Kept>
 struct StepArrays {
   using T = typename Weights::Scalar;
+  static constexpr bool kHasFewNumbers =
+      std::is_same_v<typename Weights::Gradient, float> && std::is_void_v<Kept>;
   Weights weights;
   const typename Weights::Out* w;  // what a parameter without a step keeps
   const typename Weights::Gradient* g;

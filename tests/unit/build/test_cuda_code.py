@@ -148,8 +148,7 @@ def test_no_kernel_keeps_numbers_in_memory(compiled: Compiled) -> None:
     for kernel, usage in compiled.usage.items():
         assert (usage.stack, usage.spill_stores, usage.spill_loads) == (0, 0, 0), kernel
         # A multiprocessor has 65,536 registers, which threads get in eights.
-        threads = 128 if kernel in STEPS else 256
-        assert 65_536 // (-(-usage.registers // 8) * 8 * threads) >= 3, kernel
+        assert 65_536 // (-(-usage.registers // 8) * 8 * 256) >= 2, kernel
 
 
 def count(pattern: str, text: str) -> int:
@@ -158,14 +157,13 @@ def count(pattern: str, text: str) -> int:
 
 @dataclass
 class Accesses:
-    """Instructions of one width. ``kept``: writes to what is read soon."""
+    """Instructions of one width."""
 
     reads: int = 0
     writes: int = 0
-    kept: int = 0
 
     def doubled(self) -> Accesses:
-        return Accesses(2 * self.reads, 2 * self.writes, 2 * self.kept)
+        return Accesses(2 * self.reads, 2 * self.writes)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -179,11 +177,9 @@ def test_every_array_of_a_step_is_read_and_written_without_gaps(
     whole, half = Accesses(), Accesses()  # of 16 and of 8 bytes
     for num_states in (0, 1) if rule == "SgdStep" else (2, 3):
         whole.reads += num_states + (not is_split) + (not narrow)
-        whole.writes += num_states + (not is_split and not is_plain)
-        whole.kept += is_plain
+        whole.writes += num_states + (not is_split)
         half.reads += 2 * is_split + bool(narrow)
-        half.writes += is_split
-        half.kept += not is_plain
+        half.writes += 2 * is_split + (not is_split and not is_plain)
     if fed:  # runs without feedback may be among the others
         whole, half = whole.doubled(), half.doubled()
         of_feedback = half if "bfloat16" in fed[0] else whole
@@ -193,8 +189,7 @@ def test_every_array_of_a_step_is_read_and_written_without_gaps(
     # Loops may be unrolled, so that an instruction is there several times, and weights are copied.
     for vector, accesses, copies in (("v4", whole, 1), ("v2", half, 0)):
         assert count(rf"ld\.global\.cs\.{vector}\.[a-z]32", ptx) >= accesses.reads + copies
-        assert count(rf"st\.global\.cs\.{vector}\.[a-z]32", ptx) >= accesses.writes
-        assert count(rf"st\.global\.wb\.{vector}\.[a-z]32", ptx) >= accesses.kept + copies
+        assert count(rf"st\.global\.cs\.{vector}\.[a-z]32", ptx) >= accesses.writes + copies
     assert ".local" not in ptx
     assert count(r"st\.global\S*\.v[248]\.[a-z](8|16)", ptx) == 0
 

@@ -110,4 +110,6 @@ def test_docs_list_every_section_and_every_goal() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:]] for line in lines if line[:1] == "|"]
     sections = [cells[1] for cells in rows if cells[0] in ("1", "2", "3", "")]
     assert sections == [BUILD.name, *(each.name for each in SECTIONS)]
-    assert [cells[:2] for cells in rows[-len(GOALS) :]] == [[g.what, g.goal] for g in GOALS]
+    goals = [[goal.what, goal.goal] for goal in GOALS]
+    first = [cells[:2] for cells in rows].index(goals[0])
+    assert [cells[:2] for cells in rows[first : first + len(goals)]] == goals
