@@ -238,7 +238,7 @@ def load_from(
 
     if source.manifest.settings is None:
         weights = reading(source.weights)
-        mine = session.local_model.wanted(weights.names)
+        mine = session.local_model.own_names(weights.names)
         entries = reading(lambda: weights.read(mine))
         load_model(session, lambda: Checkpoint(weights.names, lambda _: entries), strict=True)
         return {}

@@ -84,7 +84,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         remedies = Remedies(staleness)
         self._session, self._shard_state = session, shard_state
         self._step_remedies = StepRemedies(
-            remedies, session.schedule.delay, session.stages.options.given.warmup_batches
+            remedies, session.schedule.delay, session.stages.options.pipeline.warmup_batches
         )
         given_extensions = options.all_extensions().values()
         self.extensions: Sequence[Extension] = (self._step_remedies, *given_extensions)

@@ -25,12 +25,12 @@ from ..runtime.closing import close, give_back
 from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
 from ..runtime.discard_batch import discard_batch, discard_left
 from ..runtime.evaluation import evaluate
-from ..runtime.given import Call
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.lazy_numbers import Loss
 from ..runtime.loading import load_model
 from ..runtime.microbatch import Microbatch
 from ..runtime.stage_memory import MemoryReport, memory_of
+from ..runtime.step_data import StepArguments
 from ..runtime.timeline import Timeline, recording
 from .opening import open_session
 
@@ -284,8 +284,10 @@ class PipelineModule(nn.Module):
             StageError: the pipeline has failed; its attributes say where and why.
         """
         discard_left(self.session)
-        call = Call(Microbatch(*args, target=target, **kwargs), microbatches, normalizer)
-        return Loss(self.session, self.session.train_step(call, is_train=self.training))
+        arguments = StepArguments(
+            Microbatch(*args, target=target, **kwargs), microbatches, normalizer
+        )
+        return Loss(self.session, self.session.train_step(arguments, is_train=self.training))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``train_step`` calls need no ``opt.step()``: their batch goes on.
@@ -346,8 +348,8 @@ class PipelineModule(nn.Module):
                 "calling the pipeline computes no gradients: use train_step() to train, or call it "
                 "under torch.no_grad() or after eval()"
             )
-        call = Call(Microbatch(*args, **kwargs), microbatches)
-        return evaluate(self.session, call, is_train=self.training)
+        arguments = StepArguments(Microbatch(*args, **kwargs), microbatches)
+        return evaluate(self.session, arguments, is_train=self.training)
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:
         """Drains, closes the pipeline and gives the whole model back with the newest weights.

@@ -157,7 +157,7 @@ def check(
         check_layers = functools.partial(check_layers, root=root, precision=precision)
     split = arrangement.split
     stage_options = StageOptions(
-        given=options,
+        pipeline=options,
         loss_fn=loss_fn,
         precision=precision,
         devices=devices,

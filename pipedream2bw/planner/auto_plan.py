@@ -33,7 +33,7 @@ _SIZES = 3  # numbers of rows that are tried where num_microbatches is not given
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Wanted:
+class _Job:
     """The model, batch and processes that the plan is for.
 
     Attributes:
@@ -82,24 +82,20 @@ def plan_for_devices_at_hand(
     Raises:
         ValueError, TypeError: on every rank.
     """
-    wanted = control.together(
-        lambda: _checked(model, options, control.size), same=_settings(options)
-    )
-    with wanted.precision.as_in_stages():
-        found = _profile(wanted, loss_fn, control)
-    return control.from_first(lambda: _best(found, wanted))
+    job = control.together(lambda: _checked(model, options, control.size), same=_settings(options))
+    with job.precision.as_in_stages():
+        found = _profile(job, loss_fn, control)
+    return control.from_first(lambda: _best(found, job))
 
 
-def _checked(
-    model: nn.Module | Sequence[nn.Module], options: Options, num_processes: int
-) -> _Wanted:
+def _checked(model: nn.Module | Sequence[nn.Module], options: Options, num_processes: int) -> _Job:
     _check(options, num_processes)
     root = as_root(model)
     example = (tuple(options.example_args), dict(options.example_kwargs or {}))
     device = home_of(root, example)
     precision = Precision(root, dataclasses.replace(options, autocast=None), device.type)
     width = options.width
-    return _Wanted(
+    return _Job(
         root=root,
         example=precision.cast(example),
         device=device,
@@ -158,28 +154,28 @@ def _check(options: Options, num_processes: int) -> None:
 
 
 def _profile(
-    wanted: _Wanted, loss_fn: Callable[[Any, Any], torch.Tensor], control: ControlPlane
+    job: _Job, loss_fn: Callable[[Any, Any], torch.Tensor], control: ControlPlane
 ) -> Profile:
     """The given profile, or a measured one, with links between all processes."""
-    options: Any = wanted.options
+    options: Any = job.options
     path = options.profile
-    args, kwargs = wanted.example
+    args, kwargs = job.example
     found: Profile | None = control.from_first(lambda: _given(path))
     if found is None:
-        shares_cores = control.size == 1 and wanted.device.type == "cpu"
+        shares_cores = control.size == 1 and job.device.type == "cpu"
         found = _saved(
             profile_together(
                 control,
                 Subject(
-                    model=wanted.root,
+                    model=job.root,
                     loss_fn=loss_fn,
                     example_args=args,
                     example_kwargs=kwargs,
                     target=options.example_target,
-                    microbatch_rows=_sizes(wanted),
+                    microbatch_rows=_sizes(job),
                     replicated=options.replicated,
                 ),
-                parallel=wanted.num_devices if shares_cores else 1,
+                parallel=job.num_devices if shares_cores else 1,
             ),
             path,
             control,
@@ -188,11 +184,11 @@ def _profile(
     links = found.links
     if control.group is not None and (links is None or len(links.latency) < control.size):
         found = _saved(
-            with_links(found, control.group, wanted.device, control.deadline), path, control
+            with_links(found, control.group, job.device, control.deadline), path, control
         )
     checked = found
     # The plan's fingerprint tells whether the layers are the same, once the model is captured.
-    control.from_first(lambda: checked.check_model(wanted.root))
+    control.from_first(lambda: checked.check_model(job.root))
     return found
 
 
@@ -209,21 +205,21 @@ def _saved(found: Profile, place: object, control: ControlPlane) -> Profile:
     return found
 
 
-def _sizes(wanted: _Wanted) -> list[int]:
+def _sizes(job: _Job) -> list[int]:
     """The rows of the microbatches that are profiled."""
-    if wanted.num_microbatches is not None:
-        return [-(-wanted.rows // wanted.num_microbatches)]
-    most_ranks = wanted.num_devices // (wanted.width or 1)
-    return sorted({max(1, wanted.rows // (most_ranks * 2**k)) for k in range(_SIZES)})
+    if job.num_microbatches is not None:
+        return [-(-job.rows // job.num_microbatches)]
+    most_ranks = job.num_devices // (job.width or 1)
+    return sorted({max(1, job.rows // (most_ranks * 2**k)) for k in range(_SIZES)})
 
 
 # ---------------------------------------------------------------- the plan
 
 
-def _best(found: Profile, wanted: _Wanted) -> Plan:
+def _best(found: Profile, job: _Job) -> Plan:
     """The plan with the most rows per second, over the widths that use all devices."""
-    width, devices = wanted.width, wanted.num_devices
-    in_processes = wanted.num_processes > 1
+    width, devices = job.width, job.num_devices
+    in_processes = job.num_processes > 1
     if width is not None and width > 1 and not in_processes:
         raise ValueError(f"width: {width}, processes: 1: every replica needs some of its own")
     widths = [width] if width is not None else range(1, devices + 1 if in_processes else 2)
@@ -233,9 +229,9 @@ def _best(found: Profile, wanted: _Wanted) -> Plan:
         if devices % w:
             continue
         # In one process a device is a stage's.
-        v = (wanted.options.stages_per_rank or 1) if in_processes else 1
+        v = (job.options.stages_per_rank or 1) if in_processes else 1
         try:
-            plans.append(_of_width(found, wanted, w, devices // w * v))
+            plans.append(_of_width(found, job, w, devices // w * v))
         except ValueError as error:
             errors.append(error)
     if not plans and not errors:
@@ -247,17 +243,17 @@ def _best(found: Profile, wanted: _Wanted) -> Plan:
     return max(plans, key=lambda each: each.rows_per_second)
 
 
-def _of_width(found: Profile, wanted: _Wanted, width: int, num_stages: int) -> Plan:
-    options, devices = wanted.options, wanted.num_devices
+def _of_width(found: Profile, job: _Job, width: int, num_stages: int) -> Plan:
+    options, devices = job.options, job.num_devices
     v = options.stages_per_rank or 1
     sizes = tuple(item.rows for item in found.microbatches)
-    m = wanted.num_microbatches
+    m = job.num_microbatches
     if m is not None:
-        make_schedule(wanted.schedule, num_stages, m, v)  # raises the schedule's rule
-        found = _of_rows(found, -(-wanted.rows // m))
+        make_schedule(job.schedule, num_stages, m, v)  # raises the schedule's rule
+        found = _of_rows(found, -(-job.rows // m))
         batch = largest = width * found.microbatches[0].rows * m
     else:
-        batch = width * wanted.rows
+        batch = width * job.rows
         largest = batch + width * sizes[-1]
     # Ranks on a CPU share its memory.
     on_cpu = found.device.type == "cpu"
@@ -269,7 +265,7 @@ def _of_width(found: Profile, wanted: _Wanted, width: int, num_stages: int) -> P
         memory=found.device.memory_bytes // max(1, local),
         batch=batch,
         largest_batch=largest,
-        schedules=(wanted.schedule,),
+        schedules=(job.schedule,),
         stages_per_rank=(max(2, v),),  # of schedules that have several at all
         width=width,
         num_stages=num_stages,

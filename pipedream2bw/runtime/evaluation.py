@@ -10,11 +10,11 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..ranks.operations import Operation
-from .given import Call
 from .session import Session
+from .step_data import StepArguments
 
 
-def evaluate(session: Session, call: Call, *, is_train: bool) -> Any:
+def evaluate(session: Session, arguments: StepArguments, *, is_train: bool) -> Any:
     """Gives the output, of ready-made microbatches a list, where the last stage is. Drains.
 
     Every rank calls it.
@@ -25,7 +25,7 @@ def evaluate(session: Session, call: Call, *, is_train: bool) -> Any:
     session.ending.check_open()
     with session.ending.failing_closes():
         given, microbatches = session.agree_on_call(
-            call, lambda: None, Operation.evaluation, session.num_evaluations, is_train
+            arguments, lambda: None, Operation.evaluation, session.num_evaluations, is_train
         )
     for extension in session.extensions:
         extension.before_evaluation()
@@ -50,7 +50,7 @@ def evaluate(session: Session, call: Call, *, is_train: bool) -> Any:
         outputs = [stage.runner.outputs_of(run) for stage in stages]
     if not session.gives_output:
         return None
-    return outputs[-1] if call.is_list else join_outputs(outputs[-1], microbatches.sizes)
+    return outputs[-1] if arguments.is_list else join_outputs(outputs[-1], microbatches.sizes)
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -47,7 +47,7 @@ def graphs_of(report: _C.GraphReport) -> StageGraphs:
 
 def with_graphs(runner: StageRunner, options: StageOptions) -> StageRunner | RecordedForwards:
     """What runs a stage's forwards for the engine: the runner itself, unless some are recorded."""
-    if options.given.graphs is False:
+    if options.pipeline.graphs is False:
         return runner
     return RecordedForwards(runner, has_metrics=bool(options.metrics))
 

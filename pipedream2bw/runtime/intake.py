@@ -11,7 +11,6 @@ from ..model.added_loss import LossWeight
 from ..ranks.operations import Announcement
 from ..stages.modes import Mode
 from .accumulation import BatchPart
-from .given import Call, Given, Listed, Microbatches
 from .local_stages import LocalStage, LocalStages
 from .microbatch import (
     SplitTree,
@@ -24,6 +23,7 @@ from .microbatch import (
 from .normalizer import Normalizer
 from .runner import RunInputs
 from .same_batch import check_rows, check_same_batch
+from .step_data import Listed, Microbatches, StepArguments, StepData
 
 _Part = TypeVar("_Part")
 
@@ -44,14 +44,16 @@ class Intake:
         self._losses_are_means = losses_are_means
         self._num_microbatches = stages.schedule.total_microbatches
         self._is_one_batch = stages.options.is_one_batch
-        self._normalizer = Normalizer(stages.options.given.normalizer, self._grid)
+        self._normalizer = Normalizer(stages.options.pipeline.normalizer, self._grid)
         of_replicas = stages.options.microbatches_of_replicas
         self._of_replicas = of_replicas or (self._num_microbatches,) * self._grid.width
         self._first = sum(self._of_replicas[: self._grid.replica])
         self._replicated = replicated
         self._layouts: dict[tuple[int, int], int] = {}  # (hash of shapes, rows) -> number
 
-    def take(self, call: Call, part: BatchPart | None, mode: Mode, *, is_train: bool) -> Given:
+    def take(
+        self, arguments: StepArguments, part: BatchPart | None, mode: Mode, *, is_train: bool
+    ) -> StepData:
         """Checks what this rank was given, before ranks agree.
 
         Args:
@@ -61,58 +63,62 @@ class Intake:
         Raises:
             ValueError, TypeError: the call is none that the captured model takes.
         """
-        given = Given(part=part)
+        data = StepData(part=part)
         rows: list[int] = []
         shapes: list[int] = []
         target_rows: list[int] = []
         normalizer = -1
         grid = self._grid
         # The first pipeline evaluates alone.
-        stages = grid.stages if given.training else [s for s in grid.stages if s < grid.depth]
+        stages = grid.stages if data.training else [s for s in grid.stages if s < grid.depth]
         is_first = any(map(grid.is_first, stages))
-        is_last = given.training and any(map(grid.is_last, stages))
-        parts = call.parts() if is_first or is_last else []
-        if call.is_list and (is_first or is_last):
-            self._check_number("microbatches", len(parts), given, most=self._num_microbatches)
+        is_last = data.training and any(map(grid.is_last, stages))
+        parts = arguments.parts() if is_first or is_last else []
+        if arguments.is_list and (is_first or is_last):
+            self._check_number("microbatches", len(parts), data, most=self._num_microbatches)
         if is_first:
-            given.whole = mode.whole
+            data.whole = mode.whole
             for place, each in parts:
                 values = split_model_args(mode.captured, each.args, each.kwargs)
-                given.values.append(values)
+                data.values.append(values)
                 rows.append(_rows_of(values, mode, place))
-                shapes.append(hash_of_shapes(values, mode.whole, (is_train, given.training)))
-                sizes = rows[-1:] if call.is_list else self._sizes(rows[-1])
+                shapes.append(hash_of_shapes(values, mode.whole, (is_train, data.training)))
+                sizes = rows[-1:] if arguments.is_list else self._sizes(rows[-1])
                 new = {size for size in sizes if (shapes[-1], size) not in self._layouts}
                 mode.check_shapes(values, new, place)
-            if given.training and not call.is_list:
-                self._check_number("rows of the batch", rows[0], given)
+            if data.training and not arguments.is_list:
+                self._check_number("rows of the batch", rows[0], data)
         if is_last:
             for place, each in parts:
                 target = SplitTree.of(each.target, place + "target", self._replicated)
-                given.targets.append(target)
+                data.targets.append(target)
                 target_rows.append(-1 if target.rows is None else target.rows)
             check_rows(rows, target_rows)
-            normalizer = self._normalizer.of([each.target for _, each in parts], call.normalizer)
-        if call.is_list:
-            given.listed = Listed(tuple(rows), tuple(shapes), tuple(target_rows))
-        given.announcement = Announcement(
+            normalizer = self._normalizer.of(
+                [each.target for _, each in parts], arguments.normalizer
+            )
+        if arguments.is_list:
+            data.listed = Listed(tuple(rows), tuple(shapes), tuple(target_rows))
+        data.announcement = Announcement(
             argument_rows=sum(rows) if rows else -1,
             target_rows=_total(target_rows),
-            shapes=combined_hash(rows, shapes) if call.is_list else next(iter(shapes), -1),
+            shapes=combined_hash(rows, shapes) if arguments.is_list else next(iter(shapes), -1),
             training=int(is_train),
             ends_batch=-1 if part is None else int(part.ends),
             normalizer=normalizer,
-            is_list=int(call.is_list) if is_first or is_last else -1,
+            is_list=int(arguments.is_list) if is_first or is_last else -1,
         )
-        return given
+        return data
 
     def _sizes(self, rows: int, replica: int | None = None) -> list[int]:
         """Rows of each microbatch of a replica's batch, which is to be split."""
         replica = self._grid.replica if replica is None else replica
         return microbatch_rows(rows, max(1, min(rows, self._of_replicas[replica])))
 
-    def _check_number(self, what: str, number: int, given: Given, most: int | None = None) -> None:
-        least = self._grid.num_pipelines if given.training else 1
+    def _check_number(
+        self, what: str, number: int, data: StepData, most: int | None = None
+    ) -> None:
+        least = self._grid.num_pipelines if data.training else 1
         if number < least:
             why = f": each of the schedule's {least} pipelines has a microbatch" * (least > 1)
             raise ValueError(f"{what}: {number}, at least {least} needed{why}")
@@ -179,15 +185,15 @@ class Intake:
         return placed
 
     def inputs(
-        self, given: Given, stage: LocalStage, mode: Mode, microbatches: Microbatches
+        self, data: StepData, stage: LocalStage, mode: Mode, microbatches: Microbatches
     ) -> RunInputs:
         """The stage's share of what was given."""
         grid, streams = self._grid, stage.weights.streams
         sizes, layouts, _, rows, weights = microbatches
-        present = [size for size in sizes if size] if given.training else sizes
+        present = [size for size in sizes if size] if data.training else sizes
         # The stage's microbatches: at their places in the batch, and among those that are there.
         placed = mine = slice(0, len(sizes))
-        if given.training:  # a pipeline's part of the microbatches
+        if data.training:  # a pipeline's part of the microbatches
             count = len(sizes) // grid.num_pipelines
             begin = grid.pipeline(stage.index) * count
             before, here = (
@@ -200,28 +206,28 @@ class Intake:
             sizes=present[mine],
             total_rows=rows,
             layouts=layouts[placed],
-            training=given.training,
+            training=data.training,
         )
-        if given.part is not None:
-            inputs.begins = given.part.batch if given.part.begins else None
+        if data.part is not None:
+            inputs.begins = data.part.batch if data.part.begins else None
             factors: Sequence[float | None] = weights.factors or [None] * len(sizes)
             weight_of = {
                 factor: LossWeight(
                     divisor=weights.divisor,
                     factor=factor,
-                    replica_weight=given.part.replica_weight,
-                    num_averaged=given.part.num_averaged,
+                    replica_weight=data.part.replica_weight,
+                    num_averaged=data.part.num_averaged,
                 )
                 for factor in set(factors[placed])
             }
             inputs.loss_weights = [weight_of[factor] for factor in factors[placed]]
         if grid.is_first(stage.index):
             inputs.values = _by_microbatch(
-                given.values, present, lambda part, of: split_values(part, given.whole, of, streams)
+                data.values, present, lambda part, of: split_values(part, data.whole, of, streams)
             )[mine]
-        if grid.is_last(stage.index) and given.training:
+        if grid.is_last(stage.index) and data.training:
             inputs.targets = _by_microbatch(
-                given.targets, present, lambda part, of: part.split(of, streams)
+                data.targets, present, lambda part, of: part.split(of, streams)
             )[mine]
         return inputs
 

@@ -92,7 +92,7 @@ class LocalModel:
         root = self._root
         known = set(root.state_dict().keys())
         mine = self._names() & known
-        wanted = self.wanted(checkpoint.names)
+        wanted = self.own_names(checkpoint.names)
         parameters = dict(root.named_parameters(remove_duplicate=False))
         given = {id(parameters[name]) for name in wanted if name in parameters}
         # One entry is enough for a parameter that has several names.
@@ -111,7 +111,7 @@ class LocalModel:
         self._without_values -= {name for name, p in parameters.items() if id(p) in given}
         return type(result)(missing, unexpected)
 
-    def wanted(self, names: Collection[str]) -> list[str]:
+    def own_names(self, names: Collection[str]) -> list[str]:
         """Gives the names of a ``state_dict`` that belong to this process's part."""
         mine = self._names() & set(self._root.state_dict().keys())
         return [name for name in names if name in mine]

@@ -167,7 +167,7 @@ class LocalStages:
                 streams=streams[ranks[stage], devices[stage]],
                 num_versions=schedule.num_versions[stage],
                 group=grid.replica_group(stage),
-                sum_order=grid.sum_order(stage, self.options.given.replica_sums),
+                sum_order=grid.sum_order(stage, self.options.pipeline.replica_sums),
                 bucket_bytes=self.options.bucket_bytes,
                 first=grid.process_of(stage % d, replica=0),
                 deadline=grid.deadline,
@@ -197,7 +197,7 @@ class LocalStages:
                 num_replicas=grid.width,
                 # The ranks of one process share its cores.
                 num_threads=0 if grid.in_processes else max(1, threads // len(grid.local_ranks)),
-                warmup_batches=options.given.warmup_batches,
+                warmup_batches=options.pipeline.warmup_batches,
                 stages=[
                     _C.StageSetup(
                         index=i,
@@ -206,7 +206,7 @@ class LocalStages:
                         recompute=options.recompute[i % d],
                         graphs=graph_setup(
                             forwards[i],
-                            options.given.graphs,
+                            options.pipeline.graphs,
                             weights_of[i].device,
                             len(grid.stages),
                         ),

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from ..model.added_loss import LossWeight
 from .run_again import with_tensors
-from .runner import GivenMicrobatch, RunInputs, StageRunner
+from .runner import MicrobatchInputs, RunInputs, StageRunner
 
 _MOST_KINDS = 64
 _MOST_TIMES_REPLACED = 2
@@ -107,7 +107,7 @@ class _Looked(NamedTuple):
     run: int
     microbatch: int
     inputs: RunInputs
-    given: GivenMicrobatch
+    given: MicrobatchInputs
 
 
 class RecordedForwards:

@@ -36,7 +36,7 @@ class StageOptions:
     """How the stages of a pipeline compute, the same on every rank.
 
     Attributes:
-        given: the pipeline's options, checked.
+        pipeline: the pipeline's options, checked.
         loss_fn: gives the loss of a microbatch, from the model's output and the target.
         precision: the dtypes in which stages compute and parameters are kept.
         devices: the device of each stage of the model.
@@ -46,7 +46,7 @@ class StageOptions:
             Empty: all have as many.
     """
 
-    given: Options
+    pipeline: Options
     loss_fn: Callable[[Any, Any], torch.Tensor]
     precision: Precision
     devices: Sequence[torch.device]
@@ -57,22 +57,22 @@ class StageOptions:
     @property
     def metrics(self) -> Mapping[str, Metric]:
         """What is computed beside the loss."""
-        return self.given.metrics or {}
+        return self.pipeline.metrics or {}
 
     @property
     def optimizer_on_host(self) -> bool:
         """Whether the stages' optimizers work in the host's memory."""
-        return self.given.optimizer_device is not None
+        return self.pipeline.optimizer_device is not None
 
     @property
     def bucket_bytes(self) -> int:
         """How many bytes of gradients replicas add up at once."""
-        return int(min(self.given.bucket_cap_mb * 2**20, 2.0**62))
+        return int(min(self.pipeline.bucket_cap_mb * 2**20, 2.0**62))
 
     @property
     def is_one_batch(self) -> bool:
         """Whether the rows of all replicas are one batch, with one loss."""
-        return bool(self.microbatches_of_replicas or self.given.normalizer)
+        return bool(self.microbatches_of_replicas or self.pipeline.normalizer)
 
 
 @dataclasses.dataclass
@@ -116,7 +116,7 @@ class RunInputs:
 
 
 @dataclasses.dataclass
-class GivenMicrobatch:
+class MicrobatchInputs:
     """Inputs of one microbatch, beside the messages.
 
     It is taken out of the run's inputs: the graph keeps what the backward needs.
@@ -127,13 +127,13 @@ class GivenMicrobatch:
     loss_weight: LossWeight | None = None  # of a train_step
 
     @classmethod
-    def of(cls, inputs: RunInputs, microbatch: int) -> GivenMicrobatch:
-        given = cls([], None, inputs.loss_weights[microbatch] if inputs.training else None)
+    def of(cls, inputs: RunInputs, microbatch: int) -> MicrobatchInputs:
+        own = cls([], None, inputs.loss_weights[microbatch] if inputs.training else None)
         if inputs.values is not None:
-            given.values, inputs.values[microbatch] = inputs.values[microbatch], None
+            own.values, inputs.values[microbatch] = inputs.values[microbatch], None
         if inputs.targets is not None:
-            given.target, inputs.targets[microbatch] = inputs.targets[microbatch], None
-        return given
+            own.target, inputs.targets[microbatch] = inputs.targets[microbatch], None
+        return own
 
     def tensors(self) -> list[torch.Tensor]:
         return tensors_in((self.values, self.target))
@@ -206,9 +206,9 @@ class StageRunner:
         if inputs.training:
             return self.train(*self.take(call), call)
         self._prepare(call)
-        given = GivenMicrobatch.of(inputs, call.microbatch)
+        own = MicrobatchInputs.of(inputs, call.microbatch)
         with self._precision.computing(self._device.type):
-            outputs = inputs.bound.functions[call.slot](self._values(given, call.inbound))
+            outputs = inputs.bound.functions[call.slot](self._values(own, call.inbound))
         if self._is_last:
             inputs.outputs.append(outputs[0])
             return _C.ForwardResult()
@@ -221,7 +221,7 @@ class StageRunner:
                 torch.set_default_device(self._default_device)
         self.calls.make(call.run)
 
-    def take(self, call: _C.ForwardCall) -> tuple[RunInputs, GivenMicrobatch]:
+    def take(self, call: _C.ForwardCall) -> tuple[RunInputs, MicrobatchInputs]:
         """What a microbatch of a train_step is given, out of the run's inputs."""
         self._prepare(call)
         inputs = self._runs[call.run]
@@ -233,7 +233,7 @@ class StageRunner:
         if call.loss_scale != weight.scale:
             weight = dataclasses.replace(weight, scale=call.loss_scale)
             inputs.loss_weights[call.microbatch] = weight
-        return inputs, GivenMicrobatch.of(inputs, call.microbatch)
+        return inputs, MicrobatchInputs.of(inputs, call.microbatch)
 
     def _begin_batch(self, batch: int, run: int) -> None:
         newest = self._engine.newest_version
@@ -260,30 +260,30 @@ class StageRunner:
         self._buffers.forget_all()
 
     def train(
-        self, inputs: RunInputs, given: GivenMicrobatch, call: _C.ForwardCall
+        self, inputs: RunInputs, own: MicrobatchInputs, call: _C.ForwardCall
     ) -> _C.ForwardResult:
         """Runs one microbatch of a train_step."""
         layout, inbound = inputs.layouts[call.microbatch], call.inbound
-        replayed = self._again and self._again.first(layout, given.tensors())
-        saved = self._count_saved(layout, given, inbound)
+        replayed = self._again and self._again.first(layout, own.tensors())
+        saved = self._count_saved(layout, own, inbound)
         with replayed or _NOTHING as replay, saved or _NOTHING:
-            messages, loss, output = self.compute(inputs.bound, call.slot, given, inbound)
+            messages, loss, output = self.compute(inputs.bound, call.slot, own, inbound)
         if saved is not None:
             self.bytes_kept[layout] = saved.total
         kept = self.bytes_kept[layout]
         if self._again is not None and replay is not None:
             if _is_differentiable(inbound) or _is_differentiable(messages, loss):
-                kept = self._again.keep(call, inputs.bound, given, replay, kept)
+                kept = self._again.keep(call, inputs.bound, own, replay, kept)
             else:
                 kept = 0  # the forward will not be called again
         metrics = None
         if self._is_last and self._metrics:
             share = inputs.sizes[call.microbatch] / inputs.total_rows
-            metrics = measure(self._metrics, output, given.target, share, self._device)
+            metrics = measure(self._metrics, output, own.target, share, self._device)
         return _C.ForwardResult(messages, loss, kept, metrics)
 
     def _count_saved(
-        self, layout: int, given: GivenMicrobatch, inbound: Sequence[_C.Message]
+        self, layout: int, own: MicrobatchInputs, inbound: Sequence[_C.Message]
     ) -> SavedBytes | None:
         """Counts what the first microbatch of a layout keeps: every one of them keeps as much.
 
@@ -292,7 +292,7 @@ class StageRunner:
         """
         if layout in self.bytes_kept:
             return None
-        not_counted = self._state_pointers() | _storages(given.tensors())
+        not_counted = self._state_pointers() | _storages(own.tensors())
         if self._again is not None:
             not_counted |= _storages(tensor for part in inbound for tensor in part.tensors)
         return SavedBytes(not_counted)
@@ -305,21 +305,21 @@ class StageRunner:
         self.calls.forget()
 
     def compute(
-        self, bound: BoundProgram, slot: int, given: GivenMicrobatch, inbound: list[_C.Message]
+        self, bound: BoundProgram, slot: int, own: MicrobatchInputs, inbound: list[_C.Message]
     ) -> tuple[list[_C.Message], torch.Tensor | None, Any]:
         """Messages; of the last stage the loss and the model's output."""
-        with Weighed(given.loss_weight) as weighed, self._precision.computing(self._device.type):
-            outputs = bound.functions[slot](self._values(given, inbound))
+        with Weighed(own.loss_weight) as weighed, self._precision.computing(self._device.type):
+            outputs = bound.functions[slot](self._values(own, inbound))
             if self._is_last:
-                loss = check_loss(self.loss_fn(outputs[0], given.target))
+                loss = check_loss(self.loss_fn(outputs[0], own.target))
         self.adds_losses |= weighed.has_added
         if self._is_last:
             return [], loss, outputs[0]
         return bound.messages(outputs), None, None
 
-    def _values(self, given: GivenMicrobatch, inbound: list[_C.Message]) -> list[Any]:
+    def _values(self, own: MicrobatchInputs, inbound: list[_C.Message]) -> list[Any]:
         if self._is_first:
-            cast: list[Any] = self._precision.cast(given.values)
+            cast: list[Any] = self._precision.cast(own.values)
             return cast
         values: list[Any] = []
         for message in inbound:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..ranks.grid import RankGrid
 from ..ranks.operations import Announcement
-from .given import Listed
+from .step_data import Listed
 
 
 def check_same_batch(

@@ -18,10 +18,10 @@ from .accumulation import Accumulation, BatchPart, check_same_part
 from .discarding import Discarding
 from .ending import Ending
 from .extension import Extensions
-from .given import Call, Given, Microbatches
 from .intake import Intake
 from .local_model import LocalModel
 from .local_stages import LocalStages, interrupts_later, last_uncaught
+from .step_data import Microbatches, StepArguments, StepData
 
 _Made = TypeVar("_Made")
 _Row = TypeVar("_Row", bound=tuple[int, ...])
@@ -96,7 +96,7 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """What rules name: the constructor's options, and what has come of them."""
         return {
-            **vars(self.stages.options.given),
+            **vars(self.stages.options.pipeline),
             "schedule": self.schedule,
             "num_stages": self.schedule.depth,
             "width": self.grid.width,
@@ -107,8 +107,8 @@ class Session:
 
     # ------------------------------------------------------------------ running
 
-    def train_step(self, call: Call, *, is_train: bool) -> _C.AwaitedNumbers:
-        """Submits forward and backward of the call's microbatches; gives the place of its loss.
+    def train_step(self, arguments: StepArguments, *, is_train: bool) -> _C.AwaitedNumbers:
+        """Submits forward and backward of the microbatches; gives the place of its loss.
 
         Args:
             is_train: whether the modules are in train mode.
@@ -118,23 +118,23 @@ class Session:
             # The train_steps that the schedule keeps unfinished, and one to go on with.
             self.stages.wait_for_room(max(2, self.schedule.most_batches_behind + 1))
             number = self.num_train_steps
-            given, microbatches = self.agree_on_call(
-                call, self.accumulation.next, Operation.train_step, number, is_train
+            data, microbatches = self.agree_on_call(
+                arguments, self.accumulation.next, Operation.train_step, number, is_train
             )
             mode = self.mode_in_use(is_train)
             self._mode_of_last_step = is_train
             with self.interruptible_later():
-                slot = self._submit(given, mode, microbatches)
+                slot = self._submit(data, mode, microbatches)
                 self.uncaught_before = last_uncaught()
             return slot
 
-    def _submit(self, given: Given, mode: Mode, microbatches: Microbatches) -> _C.AwaitedNumbers:
-        number, part = self.num_train_steps, given.part
+    def _submit(self, data: StepData, mode: Mode, microbatches: Microbatches) -> _C.AwaitedNumbers:
+        number, part = self.num_train_steps, data.part
         assert part is not None
         slot = self.stages.losses.expect(number)
         self.discarding.begin(part, number)
         for stage in self.stages:
-            inputs = self.intake.inputs(given, stage, mode, microbatches)
+            inputs = self.intake.inputs(data, stage, mode, microbatches)
             stage.runner.begin(number, inputs)
         self.stages.submit_train_step(
             _C.Run(
@@ -169,23 +169,23 @@ class Session:
 
     def agree_on_call(
         self,
-        call: Call,
+        arguments: StepArguments,
         part: Callable[[], BatchPart | None],
         operation: Operation,
         number: int,
         is_train: bool,
-    ) -> tuple[Given, Microbatches]:
+    ) -> tuple[StepData, Microbatches]:
         """Checks a call here, and with all ranks what it is split into."""
-        given = Given(part=None)
+        data = StepData(part=None)
 
         def check() -> Announcement:
-            nonlocal given
+            nonlocal data
             of_batch = part()
             self.local_model.check_values()
             mode = self.modes.get(is_train)
             self.stages.check_before_run(mode, training=of_batch is not None)
-            given = self.intake.take(call, of_batch, self.modes.first, is_train=is_train)
-            mine = given.announcement
+            data = self.intake.take(arguments, of_batch, self.modes.first, is_train=is_train)
+            mine = data.announcement
             for extension in self.extensions:
                 mine = extension.announce(mine)
             return mine
@@ -195,8 +195,8 @@ class Session:
         for extension in self.extensions:
             extension.announced(announced)
         are_listed = any(rank.is_list > 0 for rank in announced)
-        listed = self.control.told_by_all(given.listed) if are_listed else []
-        return given, self.intake.microbatches(announced, listed, given.part)
+        listed = self.control.told_by_all(data.listed) if are_listed else []
+        return data, self.intake.microbatches(announced, listed, data.part)
 
     def mode_in_use(self, is_train: bool) -> Mode:
         """The capture for this mode; made when first used, on all ranks together."""

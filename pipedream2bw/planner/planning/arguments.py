@@ -56,7 +56,7 @@ class PerTrainedByte(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
+class PlanArguments:
     """Arguments of :func:`plan`, checked.
 
     Attributes:
@@ -84,7 +84,7 @@ class Wanted:
     num_stages: int | None
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Wanted:
+    def of(cls, arguments: Mapping[str, Any]) -> PlanArguments:
         """Checks all that does not depend on the profile or the devices.
 
         Args:
@@ -272,17 +272,17 @@ def check_update_time(profile: Profile, optimizer: str) -> None:
     )
 
 
-def check_grid(wanted: Wanted, cluster: Cluster, *, num_pieces: int) -> None:
+def check_grid(arguments: PlanArguments, cluster: Cluster, *, num_pieces: int) -> None:
     """Raises ValueError if no plan for these devices can have what is asked for.
 
     Args:
         num_pieces: that the model can be cut into.
     """
-    if wanted.objective == "cost" and not any(
+    if arguments.objective == "cost" and not any(
         price > 0 for each in cluster.types for _, price in each.prices()
     ):
         raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
-    width, num_stages, num_devices = wanted.width, wanted.num_stages, cluster.num_devices
+    width, num_stages, num_devices = arguments.width, arguments.num_stages, cluster.num_devices
     for name, number in (("width", width), ("num_stages", num_stages)):
         if number is not None:
             check_whole_number(name, number)
@@ -291,17 +291,17 @@ def check_grid(wanted: Wanted, cluster: Cluster, *, num_pieces: int) -> None:
         raise ValueError(
             f"width: {width}, devices: {num_devices}: every replica needs one at least"
         )
-    if replicas > wanted.largest_batch:
+    if replicas > arguments.largest_batch:
         raise ValueError(
-            f"width: {width}, largest_batch: {wanted.largest_batch}: every replica needs a row at "
-            "least"
+            f"width: {width}, largest_batch: {arguments.largest_batch}: every replica needs a row "
+            "at least"
         )
     if num_stages is not None and num_stages > num_pieces:
         raise ValueError(
             f"num_stages: {num_stages}, the profile's model can be cut into: {num_pieces}: every "
             "stage needs a piece"
         )
-    schedules, stages_per_rank = wanted.schedules, wanted.chunks
+    schedules, stages_per_rank = arguments.schedules, arguments.chunks
     with_chunks = [
         name for name in schedules if _METHODS[name].has_chunks and not _METHODS[name].is_v
     ]

@@ -19,7 +19,7 @@ from ..profiling.profile import Profile
 from .arguments import (
     SCHEDULES,
     PerTrainedByte,
-    Wanted,
+    PlanArguments,
     check_grid,
     check_precision,
     check_update_time,
@@ -115,36 +115,36 @@ def plan(
         TypeError: an argument is of a wrong type.
     """
     precision, gradient_dtype = as_name(precision), as_dtype(gradient_dtype)
-    wanted = Wanted.of(locals())
+    arguments = PlanArguments.of(locals())
     profile = given_or_loaded("profile", profile, Profile)
-    calibration = wanted.calibration
+    calibration = arguments.calibration
     if calibration is not None:
         profile = calibration.applied_to(profile)
     check_precision(profile, precision)
-    check_update_time(profile, wanted.optimizer)
+    check_update_time(profile, arguments.optimizer)
     cluster = as_cluster(devices, profile.links)
     pieces = 1 + sum(layer.can_cut_after for layer in profile.layers)
-    check_grid(wanted, cluster, num_pieces=pieces)
+    check_grid(arguments, cluster, num_pieces=pieces)
     blocks = blocks_of([layer.name for layer in profile.layers])
-    limits = memory_of_types(cluster, wanted.bytes_per_device, calibration)
+    limits = memory_of_types(cluster, arguments.bytes_per_device, calibration)
     try:
         found = _C.best_plans(
-            _profiled_model(profile, blocks, wanted.optimizer, wanted.held),
+            _profiled_model(profile, blocks, arguments.optimizer, arguments.held),
             _planned_cluster(cluster, limits, None if isinstance(devices, Cluster) else profile),
             _C.PlanOptions(
                 batch=batch,
-                largest_batch=wanted.largest_batch,
+                largest_batch=arguments.largest_batch,
                 width=width or 0,
                 num_stages=num_stages or 0,
-                schedules=wanted.schedules,
-                stages_per_rank=wanted.chunks,
-                recompute=wanted.recompute,
+                schedules=arguments.schedules,
+                stages_per_rank=arguments.chunks,
+                recompute=arguments.recompute,
                 objective=objective,
                 slack=slack,
                 num_batches=num_batches or 0,
                 start_within=start_within,
-                gradient=wanted.held.gradient,
-                state=wanted.held.state,
+                gradient=arguments.held.gradient,
+                state=arguments.held.state,
                 shares_state=shard_state,
                 steps_on_host=optimizer_device is not None,
                 microbatches_behind=0 if profile.device.type == "cpu" else _MOST_BEHIND,
@@ -179,7 +179,7 @@ def check_arguments(**arguments: Any) -> None:
     bound = inspect.signature(plan).bind(None, **arguments)
     bound.apply_defaults()
     cluster = as_cluster(bound.arguments["devices"], None)
-    check_grid(Wanted.of(bound.arguments), cluster, num_pieces=MOST_DEVICES)
+    check_grid(PlanArguments.of(bound.arguments), cluster, num_pieces=MOST_DEVICES)
 
 
 def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from ...ranks.deadline import Deadline
 from ...ranks.grid import RankGrid
 from ...runtime.accumulation import Accumulation
 from ...runtime.closing import close
-from ...runtime.given import Call
 from ...runtime.local_stages import LocalStages
 from ...runtime.microbatch import Microbatch
 from ...runtime.runner import StageOptions
 from ...runtime.session import Session
+from ...runtime.step_data import StepArguments
 from ...schedules.load import make_schedule
 from ...stages.modes import Modes
 from .timing import median_seconds
@@ -117,7 +117,7 @@ def _train_step_seconds(num_microbatches: int, device: torch.device) -> float:
         stage.weights.engine.set_optimizers({"sgd": [0, 0]})
 
     def train_step() -> None:
-        session.train_step(Call(Microbatch(rows, target=rows)), is_train=True)
+        session.train_step(StepArguments(Microbatch(rows, target=rows)), is_train=True)
         with session.update() as run:
             for stage in session.stages:
                 stage.executor.submit_update(
@@ -153,7 +153,7 @@ def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
         grid=RankGrid(schedule.placement, 1, deadline),
         control=control,
         options=StageOptions(
-            given=Options(),
+            pipeline=Options(),
             loss_fn=nn.functional.mse_loss,
             precision=precision,
             devices=[device],

@@ -21,7 +21,7 @@ class Listed(NamedTuple):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Given:
+class StepData:
     """A train_step's or an evaluation's data on this rank: checked, not yet split.
 
     Its parts are a batch, which is to be split, or ready-made microbatches.
@@ -61,7 +61,7 @@ class Microbatches(NamedTuple):
     loss_weights: _C.LossWeights
 
 
-class Call(NamedTuple):
+class StepArguments(NamedTuple):
     """What the caller gave: a batch, which is to be split, or ready-made microbatches."""
 
     batch: Microbatch
