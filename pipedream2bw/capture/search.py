@@ -10,6 +10,7 @@ from torch import nn
 
 from ..model.clone import structural_clone, trial_copy
 from ..model.surroundings import random_state_kept
+from ..progress import Begin, progress
 from .arguments import CallSignature
 from .bytecode import read_bytecode
 from .captured import Captured, Draft, first_layers
@@ -39,10 +40,15 @@ class Search:
 
     def capture(self, prefer: str | None) -> Captured:
         """The best capture; ``prefer`` is tried first. ValueError if no way serves."""
+        with progress(f"capture of {type(self.root).__name__}") as begin:
+            return self._capture(prefer, begin)
+
+    def _capture(self, prefer: str | None, begin: Begin) -> Captured:
         root, signature = self.root, self.signature
         second_best: list[Draft] = []
         ways = ("fx", "export", "dynamo")
         for how in sorted(ways, key=lambda way: way != prefer):
+            begin(how)
             try:
                 traced = self._traced(how)
             except Exception as error:

@@ -14,6 +14,7 @@ import torch
 
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..optimizer.state_by_name import is_of, of_extensions
+from ..progress import progress
 from .commit import commit, remove, steps_in
 from .encoding import encode
 from .folder import INDEX, Folder, name_of
@@ -46,7 +47,8 @@ def export(source: Source, to: str, out: str | os.PathLike[str]) -> None:
     fs, place = fsspec.core.url_to_fs(os.fspath(out))
     if fs.isfile(place) or (fs.isdir(place) and fs.ls(place)):
         raise ValueError(f"{os.fspath(out)}: it exists, nothing is overwritten")
-    _FORMATS[to](source, os.fspath(out))
+    with progress(f"export to {os.fspath(out)}"):
+        _FORMATS[to](source, os.fspath(out))
 
 
 def _to_hugging_face(source: Source, out: str) -> None:

@@ -21,7 +21,7 @@ SHARED_MEMORY = "/dev/shm"
 LITTLE_SHARED_MEMORY = 256 * 2**20
 EXTRAS = {
     "matplotlib": "pictures: draw_timeline, draw -o, plan --picture",
-    "tqdm": "the examples' progress bars",
+    "tqdm": "progress bars",
     "safetensors": "reading safetensors files by their own library",
     "s3fs": "checkpoints in object stores (s3://)",
     "transformers": "models and the Trainer of transformers",

@@ -14,6 +14,7 @@ import torch
 from ... import _C
 from ...errors import DoesNotFit
 from ...json_document import given_or_loaded
+from ...progress import progress
 from ...rules import as_dtype, as_name
 from ..profiling.profile import Profile
 from .arguments import (
@@ -128,30 +129,33 @@ def plan(
     blocks = blocks_of([layer.name for layer in profile.layers])
     limits = memory_of_types(cluster, arguments.bytes_per_device, calibration)
     try:
-        found = _C.best_plans(
-            _profiled_model(profile, blocks, arguments.optimizer, arguments.held),
-            _planned_cluster(cluster, limits, None if isinstance(devices, Cluster) else profile),
-            _C.PlanOptions(
-                batch=batch,
-                largest_batch=arguments.largest_batch,
-                width=width or 0,
-                num_stages=num_stages or 0,
-                schedules=arguments.schedules,
-                stages_per_rank=arguments.chunks,
-                recompute=arguments.recompute,
-                objective=objective,
-                slack=slack,
-                num_batches=num_batches or 0,
-                start_within=start_within,
-                gradient=arguments.held.gradient,
-                state=arguments.held.state,
-                shares_state=shard_state,
-                steps_on_host=optimizer_device is not None,
-                microbatches_behind=0 if profile.device.type == "cpu" else _MOST_BEHIND,
-                unequal_replicas=unequal_replicas,
-                reserved=0.0 if calibration is None else calibration.offset,
-            ),
-        )
+        with progress("plan"):
+            found = _C.best_plans(
+                _profiled_model(profile, blocks, arguments.optimizer, arguments.held),
+                _planned_cluster(
+                    cluster, limits, None if isinstance(devices, Cluster) else profile
+                ),
+                _C.PlanOptions(
+                    batch=batch,
+                    largest_batch=arguments.largest_batch,
+                    width=width or 0,
+                    num_stages=num_stages or 0,
+                    schedules=arguments.schedules,
+                    stages_per_rank=arguments.chunks,
+                    recompute=arguments.recompute,
+                    objective=objective,
+                    slack=slack,
+                    num_batches=num_batches or 0,
+                    start_within=start_within,
+                    gradient=arguments.held.gradient,
+                    state=arguments.held.state,
+                    shares_state=shard_state,
+                    steps_on_host=optimizer_device is not None,
+                    microbatches_behind=0 if profile.device.type == "cpu" else _MOST_BEHIND,
+                    unequal_replicas=unequal_replicas,
+                    reserved=0.0 if calibration is None else calibration.offset,
+                ),
+            )
     except DoesNotFit as error:
         own = own_memories(cluster)
         raise DoesNotFit(f"{error}{own}", limit=error.limit) from None

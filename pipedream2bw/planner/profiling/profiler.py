@@ -22,6 +22,7 @@ from ...capture.device_figures import DeviceFigures
 from ...checks import check_number, check_whole_number
 from ...model.fingerprint import describe_parameters
 from ...model.surroundings import plain_modes, random_state_kept
+from ...progress import progress
 from ...ranks.agreement import ControlPlane, join
 from ...rules import instance
 from ...stages.boundaries import values_between
@@ -152,18 +153,25 @@ def _measured_profile(
     device = prepared.device
 
     def measure() -> tuple[list[Measured], dict[str, float]]:
-        with random_state_kept(), plain_modes():
-            found = [
-                measure_groups(
-                    graph,
-                    prepared.root,
-                    prepared.groups,
-                    device,
-                    seconds=seconds,
-                    parallel=parallel,
+        found = []
+        with (
+            random_state_kept(),
+            plain_modes(),
+            progress("profile", len(prepared.graphs) + 1) as begin,
+        ):
+            for graph in prepared.graphs:
+                begin(f"microbatches of {graph.rows} rows")
+                found.append(
+                    measure_groups(
+                        graph,
+                        prepared.root,
+                        prepared.groups,
+                        device,
+                        seconds=seconds,
+                        parallel=parallel,
+                    )
                 )
-                for graph in prepared.graphs
-            ]
+            begin("optimizer steps")
             return found, seconds_per_update_byte(device)
 
     measured, update = control.together(measure)
