@@ -7,7 +7,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .. import _C
 from ..ranks.operations import Announcement, Operation
@@ -99,6 +99,25 @@ class LazyNumber(abc.ABC):
     def __repr__(self) -> str:
         shown = self.item() if self.done() else f"train_step {self.train_step}, not there yet"
         return f"{type(self).__name__}({shown})"
+
+    if not TYPE_CHECKING:  # for which there is none of these
+
+        def __getattr__(self, name: str) -> NoReturn:
+            kind = type(self).__name__
+            raise AttributeError(
+                f"{kind} has no attribute {name!r}: a {kind} is no tensor. {_READ}"
+            )
+
+        def _refuse_to_compute(self, *others: object) -> NoReturn:
+            kind = type(self).__name__
+            raise TypeError(f"{kind}: arithmetic and comparisons need a number. {_READ}")
+
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse_to_compute
+        __truediv__ = __rtruediv__ = __pow__ = __neg__ = __round__ = _refuse_to_compute
+        __lt__ = __le__ = __gt__ = __ge__ = _refuse_to_compute
+
+
+_READ = "Call float() or item(), which wait for the number"
 
 
 class Loss(LazyNumber):
