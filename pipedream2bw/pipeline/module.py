@@ -278,9 +278,10 @@ class PipelineModule(nn.Module):
                 given the same one. Only the last stage's rank needs it.
 
         Raises:
-            ValueError: on every rank: no rows, tensors of different numbers of rows, other
-                arguments than the example's, a missing ``opt.step()``, some ranks under
-                :meth:`no_sync` and others not, a missing normalizer or one too many.
+            ValueError: on every rank: no rows, tensors of different numbers of rows or that need
+                gradients, other arguments than the example's, a missing ``opt.step()``, ranks under
+                ``no_grad()``, some under :meth:`no_sync` and others not, a missing normalizer or
+                one too many.
             StageError: the pipeline has failed; its attributes say where and why.
         """
         discard_left(self.session)

@@ -18,6 +18,7 @@ from .microbatch import (
     common_rows,
     hash_of_shapes,
     microbatch_rows,
+    refuse_gradients,
     split_values,
 )
 from .normalizer import Normalizer
@@ -81,7 +82,7 @@ class Intake:
             for place, each in parts:
                 values = split_model_args(mode.captured, each.args, each.kwargs)
                 data.values.append(values)
-                rows.append(_rows_of(values, mode, place))
+                rows.append(_rows_of(values, mode, place, training=data.training))
                 shapes.append(hash_of_shapes(values, mode.whole, (is_train, data.training)))
                 sizes = rows[-1:] if arguments.is_list else self._sizes(rows[-1])
                 new = {size for size in sizes if (shapes[-1], size) not in self._layouts}
@@ -232,14 +233,15 @@ class Intake:
         return inputs
 
 
-def _rows_of(values: Sequence[Any], mode: Mode, place: str) -> int:
+def _rows_of(values: Sequence[Any], mode: Mode, place: str, *, training: bool) -> int:
     captured = mode.captured
     named = [
         (f"{place}argument {captured.signature.tensors[position].path}", value)
-        for position, value, keep in zip(captured.input_positions, values, mode.whole, strict=True)
-        if not keep
+        for position, value in zip(captured.input_positions, values, strict=True)
     ]
-    rows = common_rows(named)
+    if training:
+        refuse_gradients(named)
+    rows = common_rows([each for each, keep in zip(named, mode.whole, strict=True) if not keep])
     if rows is None:
         raise ValueError(
             f"{place}arguments: no tensor to split into microbatches; a batch needs one with rows "

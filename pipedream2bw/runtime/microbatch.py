@@ -61,6 +61,16 @@ def common_rows(named: Sequence[tuple[str, torch.Tensor]]) -> int | None:
     return None if first is None else first[1]
 
 
+def refuse_gradients(named: Sequence[tuple[str, Any]]) -> None:
+    """Raises ValueError if a value needs a gradient: stages have those of parameters alone."""
+    for name, value in named:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise ValueError(
+                f"{name}: requires_grad is True, a pipeline has gradients of parameters alone. "
+                "Pass the tensor's detach(), or compute the tensor inside the model"
+            )
+
+
 @dataclasses.dataclass
 class SplitTree:
     """A pytree whose tensors are to be split; ``replicated`` leaves and non-tensors stay whole."""
@@ -80,12 +90,10 @@ class SplitTree:
             or any(str(getattr(key, "key", getattr(key, "name", ""))) in replicated for key in path)
             for path, leaf in with_paths
         ]
-        named = [
-            (what + pytree.keystr(path), leaf)
-            for (path, leaf), keep in zip(with_paths, whole, strict=True)
-            if not keep
-        ]
-        return cls(leaves, spec, whole, common_rows(named))
+        named = [(what + pytree.keystr(path), leaf) for path, leaf in with_paths]
+        refuse_gradients(named)
+        split = [each for each, keep in zip(named, whole, strict=True) if not keep]
+        return cls(leaves, spec, whole, common_rows(split))
 
     def split(self, sizes: Sequence[int], streams: _C.StageStreams) -> list[Any]:
         """One tree for each microbatch, its tensors views of the batch's on the stage's device."""

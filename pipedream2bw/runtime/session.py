@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 
 from .. import _C
@@ -181,6 +182,11 @@ class Session:
         def check() -> Announcement:
             nonlocal data
             of_batch = part()
+            if of_batch is not None and not torch.is_grad_enabled():
+                raise ValueError(
+                    "train_step(): torch.is_grad_enabled() is False, it must be True. Call "
+                    "train_step() outside no_grad() and inference_mode()"
+                )
             self.local_model.check_values()
             mode = self.modes.get(is_train)
             self.stages.check_before_run(mode, training=of_batch is not None)

@@ -15,6 +15,7 @@ import pipedream2bw as pd2
 torch.manual_seed(0)  # the tests are named by these
 X = torch.randn(8, 4)
 Y = torch.randn(8, 4)
+LEARNT = torch.ones(8, 4, requires_grad=True)
 
 
 def layers(count: int = 2) -> list[nn.Module]:
@@ -282,12 +283,30 @@ WRONG_BATCHES: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]
     ((X, torch.ones(8, 1)), {"target": Y, "other": 3}, ValueError, r"arguments do not fit"),
     ((X, 2.0), {"target": Y}, TypeError, r"argument scale: float given, a tensor"),
     (([X], torch.ones(8, 1)), {"target": Y}, TypeError, r"argument x: list given, a tensor"),
+    ((LEARNT, torch.ones(8, 1)), {"target": Y}, ValueError, r"argument x: requires_grad is True"),
+    ((X, LEARNT[:, :1]), {"target": Y}, ValueError, r"scale: requires_grad is True.* detach\(\)"),
+    ((X, torch.ones(8, 1)), {"target": LEARNT * 2}, ValueError, r"target: requires_grad is True"),
 ]
 
 
 def test_refused_batches_and_steps_leave_no_trace() -> None:
     for got, expected in zip(trained(mistakes=True), trained(mistakes=False), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused_and_does_no_harm(without: Any) -> None:
+    with build() as pipe:
+        optimizer = sgd(pipe)
+        with (
+            without(),
+            pytest.raises(ValueError, match=r"is_grad_enabled\(\) is False, it must be"),
+        ):
+            pipe.train_step(X, target=Y)
+        pipe.train_step(X, target=Y)
+        with without():
+            optimizer.step()
+            assert pipe(LEARNT).shape == (8, 4)
 
 
 def test_a_step_before_any_batch_is_refused() -> None:
