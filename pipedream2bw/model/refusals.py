@@ -58,10 +58,11 @@ def refuse_uncloneable(name: str, module: nn.Module) -> None:
             f"{where} is TorchScript: its parameters cannot be replaced; "
             "pass the module it was scripted from"
         )
-    if "dynamo_ctx" in module.__dict__:
+    parallel = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    if parallel or "dynamo_ctx" in module.__dict__:
         raise TypeError(
-            f"{where} is wrapped by torch.compile: the wrapper keeps running the original "
-            "parameters; pass the module itself"
+            f"{where} is a wrapper, and stages run parts of the module inside alone. Pass that "
+            f"module, and give {'width=' if parallel else 'compile= in place of torch.compile()'}"
         )
 
 
@@ -122,8 +123,9 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
     hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     if hooks:
         raise ValueError(
-            f"parameter {name}: {len(hooks)} hooks on its gradient, they must be none: the "
-            "pipeline takes gradients as soon as they exist; use hooks of modules instead"
+            f"parameter {name}: {len(hooks)} hooks on its gradient, there must be none. If an open "
+            "pipeline has the parameter, call close() of that pipeline first. In place of hooks of "
+            "your own use hooks of modules, as the pipeline takes gradients as soon as they exist"
         )
 
 

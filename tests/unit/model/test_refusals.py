@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import mse_loss
 
+import pipedream2bw as pd2
 from pipedream2bw.model.refusals import refuse_untrainable
 
 
@@ -28,6 +30,33 @@ def test_sparse_gradients(kind: Any) -> None:
     model = nn.Sequential(kind(5, 3, sparse=True), nn.ReLU())
     with pytest.raises(ValueError, match=r"module '0' has sparse=True"):
         refuse_untrainable(model)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "instead"), [(nn.DataParallel, "width="), (torch.compile, "compile=")]
+)
+def test_wrappers_whose_work_stages_would_leave_out(wrap: Any, instead: str) -> None:
+    inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    for model, where in ((wrap(inner), "^"), (nn.Sequential(wrap(inner)), r"module '0' \(")):
+        with pytest.raises(
+            TypeError, match=rf"{where}.* is a wrapper.* that module, and give {instead}"
+        ):
+            refuse_untrainable(model)
+
+
+def test_a_gradients_hooks_may_be_another_pipelines() -> None:
+    def make(model: nn.Module) -> pd2.PipelineModule:
+        return pd2.PipelineModule(
+            model, mse_loss, num_stages=2, num_microbatches=2, example_args=(torch.ones(2, 3),)
+        )
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with (
+        make(model),
+        pytest.raises(ValueError, match=r"parameter 0.weight: 1 hooks .* call close\(\) of that"),
+    ):
+        make(model)
+    make(model).close()
 
 
 def test_parameters_on_several_devices_name_both() -> None:
