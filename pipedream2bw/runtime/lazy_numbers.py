@@ -103,18 +103,13 @@ class LazyNumber(abc.ABC):
     if not TYPE_CHECKING:  # for which there is none of these
 
         def __getattr__(self, name: str) -> NoReturn:
-            kind = type(self).__name__
-            raise AttributeError(
-                f"{kind} has no attribute {name!r}: a {kind} is no tensor. {_READ}"
-            )
+            raise AttributeError(f"{type(self).__name__} has no {name!r} as a tensor has. {_READ}")
 
-        def _refuse_to_compute(self, *others: object) -> NoReturn:
-            kind = type(self).__name__
-            raise TypeError(f"{kind}: arithmetic and comparisons need a number. {_READ}")
+        def _refuse(self, *others: object) -> NoReturn:
+            raise TypeError(f"{type(self).__name__}: no number to compute with yet. {_READ}")
 
-        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse_to_compute
-        __truediv__ = __rtruediv__ = __pow__ = __neg__ = __round__ = _refuse_to_compute
-        __lt__ = __le__ = __gt__ = __ge__ = _refuse_to_compute
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+        __rtruediv__ = __pow__ = __neg__ = __round__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 _READ = "Call float() or item(), which wait for the number"
