@@ -64,7 +64,9 @@ class Options:
     )
     example_target: object = option(agreed=False)
     profile: object = option(agreed=False)
-    split: str | Sequence[str] | None = option(examples=(["1"],))
+    split: str | Sequence[str] | None = option(
+        kind=instance("'auto' or a list of modules' names", Sequence, type(None)), examples=(["1"],)
+    )
     width: int | None = option(saved=True, examples=(1,))
     mesh: DeviceMesh | None = option()
     devices: Sequence[torch.device | str] | None = option(agreed=False, examples=(["cpu"] * 2,))

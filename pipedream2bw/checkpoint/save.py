@@ -18,6 +18,7 @@ from ..optimizer.optimizer import PipelineOptimizer
 from ..optimizer.state_by_name import OptimizerSnapshot
 from ..pipeline.module import PipelineModule
 from ..ranks.operations import Announcement, Operation
+from ..rules import instance
 from ..runtime.session import Session
 from .encoding import encode
 from .folder import Folder, name_of
@@ -55,11 +56,12 @@ class UserState:
 
     def check(self) -> None:
         """Raises TypeError, naming what has no state."""
+        instance("a list: [scheduler] for one", Sequence).check("schedulers", self.schedulers)
         for name, value in (("data", self.data), *(("schedulers", s) for s in self.schedulers)):
             if value is not None and not is_stateful(value):
                 raise TypeError(
                     f"{name}: {type(value).__name__} given, it must have state_dict() and "
-                    "load_state_dict()"
+                    "load_state_dict(), as ResumableSampler has"
                 )
         if not isinstance(self.extra, Mapping) or not all(isinstance(k, str) for k in self.extra):
             raise TypeError(f"extra: {self.extra!r} given, it must be a dictionary with names")

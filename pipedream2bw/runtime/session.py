@@ -183,10 +183,7 @@ class Session:
             nonlocal data
             of_batch = part()
             if of_batch is not None and not torch.is_grad_enabled():
-                raise ValueError(
-                    "train_step(): torch.is_grad_enabled() is False, it must be True. Call "
-                    "train_step() outside no_grad() and inference_mode()"
-                )
+                raise ValueError("gradients are turned off: call train_step() outside no_grad()")
             self.local_model.check_values()
             mode = self.modes.get(is_train)
             self.stages.check_before_run(mode, training=of_batch is not None)

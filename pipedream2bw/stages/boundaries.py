@@ -270,7 +270,7 @@ def _named(captured: Captured, num_stages: int, names: list[str]) -> list[int]:
     boundaries = [0]
     for name in names:
         if name not in first_layer:
-            close = difflib.get_close_matches(name, first_layer, n=5, cutoff=0.5)
+            close = difflib.get_close_matches(str(name), first_layer, n=5, cutoff=0.5)
             known = close or sorted(first_layer, key=first_layer.__getitem__)[:10]
             raise ValueError(
                 f"split: {name!r} is no module or layer of the captured model; "

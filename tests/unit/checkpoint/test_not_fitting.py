@@ -212,6 +212,17 @@ def test_generators_that_do_not_fit_are_refused_by_name(
     pd2.load(tmp_path, run.pipe, run.opt, generators=False)
 
 
+def test_what_has_no_state_to_save_is_refused(
+    start_trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    run = start_trained()
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(run.opt, 1)
+    with pytest.raises(TypeError, match=r"schedulers: StepLR given, it must be a list: \[sched"):
+        pd2.save(tmp_path, run.pipe, run.opt, schedulers=scheduler)
+    with pytest.raises(TypeError, match=r"data: list given, .* state_dict.*, as ResumableSampler"):
+        pd2.save(tmp_path, run.pipe, run.opt, data=[])  # type: ignore[arg-type]
+
+
 def test_weights_alone_need_nothing_that_was_saved_beside_them(
     start_trained: Callable[..., Trained], tmp_path: Path
 ) -> None:
