@@ -344,6 +344,7 @@ class PipelineModule(nn.Module):
         Raises:
             RuntimeError: in training mode with gradients enabled: use :meth:`train_step`.
         """
+        self.session.ending.check_open()
         if self.training and torch.is_grad_enabled():
             raise RuntimeError(
                 "calling the pipeline computes no gradients: use train_step() to train, or call it "

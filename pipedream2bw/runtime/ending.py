@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import threading
 import traceback
 import weakref
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ class Ending:
     def __init__(self, stages: LocalStages) -> None:
         self.batch = 0
         self._ended_by: RuntimeError | None = None
+        self._in_use = threading.RLock()
         self._stages = stages
         self._control = stages.control
         _all.add(self)
@@ -52,6 +54,8 @@ class Ending:
     @contextlib.contextmanager
     def failing_closes(self) -> Iterator[None]:
         """Closes the pipeline on a failure; a mistake that all ranks found leaves it open."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("the pipeline is in another thread's call: use one thread at a time")
         try:
             yield
         except BaseException as error:
@@ -64,6 +68,8 @@ class Ending:
             if not isinstance(error, (ValueError, TypeError)) and not is_open:
                 self.abort(f"{type(error).__name__} {error}".strip(), error=error)
             raise
+        finally:
+            self._in_use.release()
 
     @contextlib.contextmanager
     def lost_ranks_close(self) -> Iterator[None]:
