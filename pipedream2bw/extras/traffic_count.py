@@ -19,7 +19,7 @@ from ..capture.dry_run import FAKE_LIMITS
 from ..checks import check_whole_number
 from ..model.added_loss import LossWeight, Weighed
 from ..model.clone import copies_of_plain_tensors, structural_clone
-from ..model.metrics import check_loss
+from ..model.metrics import computed_loss
 from ..model.storages import storage_of
 from ..model.surroundings import plain_modes, torch_reports_silenced
 from ..model.trees import as_received, bytes_in, tensors_in
@@ -187,7 +187,7 @@ class _Count:
         ):
             outputs: list[Any] = program.bind(self._root)(inputs)
             if is_last:
-                outputs = [check_loss(options.loss_fn(outputs[0], self._target))]
+                outputs = [computed_loss(options.loss_fn, outputs[0], self._target)]
         forward = counter.take()
         self._values.update(zip(program.outputs, outputs, strict=True))
         for tensor in tensors_in(outputs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,13 +44,25 @@ def measure(
     return torch.stack(values) * share
 
 
-def check_loss(loss: Any) -> torch.Tensor:
-    """Raises WrongLossError or WrongLossTypeError unless it is one floating-point number."""
+def computed_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: Any) -> torch.Tensor:
+    """Gives the loss; WrongLossError, WrongLossTypeError: it is not one floating-point number."""
+    try:
+        loss = loss_fn(output, target)
+    except (AttributeError, TypeError) as error:
+        if target is not None:
+            raise
+        raise TypeError(f"loss_fn with target None: {error}. Call train_step(target=)") from error
     if not isinstance(loss, torch.Tensor):
         raise WrongLossTypeError(f"loss_fn returned {type(loss).__name__}, it must return a tensor")
     if loss.numel() != 1 or not loss.is_floating_point():
         raise WrongLossError(
             f"loss_fn returned shape {list(loss.shape)} and dtype {loss.dtype}: it must return "
             "one floating-point number, the mean (or sum) over the microbatch"
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        warnings.warn(
+            "loss_fn returned a loss whose requires_grad is False: the microbatch trains nothing. "
+            "Compute the loss from the model's output, without detach() or item()",
+            stacklevel=2,
         )
     return loss

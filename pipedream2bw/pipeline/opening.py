@@ -133,6 +133,11 @@ def check(
     """
     check_values(Options, vars(options))
     FUNCTION.check("loss_fn", loss_fn)
+    is_torchs = type(loss_fn).__module__ == "torch.nn.modules.loss"
+    own, wanted = getattr(loss_fn, "reduction", None) if is_torchs else None, options.loss_reduction
+    if own in ("mean", "sum") and own != wanted:
+        both = f"reduction of loss_fn: {own!r}, loss_reduction: {wanted!r}: they must be equal"
+        raise ValueError(f"{both}. Give loss_reduction={own!r}, or another loss_fn")
     check_whole_number("width", arrangement.width)
     schedules = arrangement.schedules()
     schedule = max(schedules, key=lambda each: each.num_microbatches)

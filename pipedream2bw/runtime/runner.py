@@ -15,7 +15,7 @@ from torch import nn
 from .. import _C
 from ..capture.saved_bytes import SavedBytes
 from ..model.added_loss import LossWeight, Weighed
-from ..model.metrics import Metric, check_loss, measure
+from ..model.metrics import Metric, computed_loss, measure
 from ..model.precision import Precision
 from ..model.storages import storage_of
 from ..model.trees import tensors_in
@@ -311,7 +311,7 @@ class StageRunner:
         with Weighed(own.loss_weight) as weighed, self._precision.computing(self._device.type):
             outputs = bound.functions[slot](self._values(own, inbound))
             if self._is_last:
-                loss = check_loss(self.loss_fn(outputs[0], own.target))
+                loss = computed_loss(self.loss_fn, outputs[0], own.target)
         self.adds_losses |= weighed.has_added
         if self._is_last:
             return [], loss, outputs[0]

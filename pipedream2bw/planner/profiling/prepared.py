@@ -20,7 +20,7 @@ from ...capture.finely import capture_finely
 from ...checks import check_whole_number
 from ...model.fingerprint import describe_parameters
 from ...model.materialize import Example, for_capture, home_of, is_on_meta
-from ...model.metrics import check_loss
+from ...model.metrics import computed_loss
 from ...model.refusals import refuse_untrainable
 from ...model.surroundings import plain_modes
 from ...options import Options
@@ -247,7 +247,7 @@ def add_loss(
             structure,
         )
         value = output if spec is None else pytree.tree_unflatten(list(output), spec)
-        return check_loss(loss_fn(value, target))
+        return computed_loss(loss_fn, value, target)
 
     loss = graph.call_function(loss_of, (output, targets))
     graph.output(loss)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -68,6 +70,17 @@ class SparseEmbedding(nn.Module):
         ({"schedule": 5}, TypeError, r"schedule: 5 given, it must be a name"),
         ({"loss_reduction": "max"}, ValueError, r"loss_reduction: 'max', known: 'mean', 'sum'"),
         ({"loss_fn": 3}, TypeError, r"loss_fn: 3 given, it must be callable"),
+        (
+            {"loss_fn": nn.MSELoss(reduction="sum")},
+            ValueError,
+            r"reduction of loss_fn: 'sum', loss_reduction: 'mean': .* Give loss_reduction='sum'",
+        ),
+        (
+            {"loss_fn": nn.MSELoss(), "loss_reduction": "sum"},
+            ValueError,
+            r"reduction of loss_fn: 'mean', loss_reduction: 'sum'",
+        ),
+        ({"split": 2}, TypeError, r"split: 2 given, it must be 'auto' or a list of modules' names"),
         ({"timeout": 0}, ValueError, r"timeout: 0, it must be > 0 and finite"),
         ({"timeout": float("nan")}, ValueError, r"timeout: nan, it must be > 0"),
         ({"timeout": "1 h"}, TypeError, r"timeout: '1 h' given, it must be a number"),
@@ -138,6 +151,12 @@ def as_if_sharded(module: nn.Module) -> nn.Module:
             {"num_stages": 2, "split": ["nowhere"]},
             ValueError,
             r"nowhere",
+        ),
+        (
+            lambda: nn.Sequential(*layers(2)),
+            {"num_stages": 2, "split": [1]},
+            ValueError,
+            r"split: 1 is no module .* close matches: '1'",
         ),
         (
             lambda: nn.Sequential(*layers(3)),
@@ -300,7 +319,7 @@ def test_training_without_gradients_is_refused_and_does_no_harm(without: Any) ->
         optimizer = sgd(pipe)
         with (
             without(),
-            pytest.raises(ValueError, match=r"is_grad_enabled\(\) is False, it must be"),
+            pytest.raises(ValueError, match=r"turned off: call .* outside no_grad"),
         ):
             pipe.train_step(X, target=Y)
         pipe.train_step(X, target=Y)
@@ -354,11 +373,71 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_does_no_harm() -> None:
 def test_unsplit_works_once() -> None:
     pipe = build()
     pipe.unsplit()
-    with pytest.raises(RuntimeError, match=r"the pipeline is closed"):
+    with pytest.raises(RuntimeError, match=r"the pipeline is closed: unsplit\(\) was called"):
         pipe.unsplit()
 
 
+def test_a_call_of_a_closed_pipeline_says_that_it_is_closed() -> None:
+    pipe = build()
+    pipe.close()
+    with pytest.raises(RuntimeError, match=r"the pipeline is closed: close\(\) was called"):
+        pipe(X)
+
+
 # ---------------------------------------------------------------- what only a run shows
+
+
+def test_a_loss_function_that_fails_without_a_target_says_so() -> None:
+    with build() as pipe:
+        sgd(pipe)
+        text = r"loss_fn with target None: .*'size'. Call train_step\(target=\)"
+        with pytest.raises(pd2.errors.StageError, match=text):
+            float(pipe.train_step(X))
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"schedule": "1f1b"}])
+def test_a_loss_without_its_history_is_warned_of(options: dict[str, Any]) -> None:
+    def detached(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(output, target).detach()
+
+    with build(loss_fn=detached, **options) as pipe:
+        sgd(pipe)
+        with pytest.warns(UserWarning, match=r"requires_grad is False: the microbatch .*detach"):
+            float(pipe.train_step(X, target=Y))
+
+
+def test_a_call_during_another_threads_call_is_refused_and_does_no_harm() -> None:
+    with build() as pipe, ThreadPoolExecutor(1) as other:
+        optimizer = sgd(pipe)
+
+        def train() -> None:
+            pipe.train_step(X, target=Y)
+            optimizer.step()
+
+        with (
+            pipe.session.ending.failing_closes(),  # which surrounds every call
+            pytest.raises(RuntimeError, match=r"in another thread's call: use one thread at a"),
+        ):
+            other.submit(train).result()
+        train()
+        other.submit(train).result()
+        train()
+
+
+def test_two_threads_that_train_at_once_end_without_breaking_the_pipeline() -> None:
+    with build() as pipe, ThreadPoolExecutor(2) as both:
+        optimizer = sgd(pipe)
+
+        def train() -> None:
+            with contextlib.suppress(ValueError, RuntimeError):
+                for _ in range(50):
+                    pipe.train_step(X, target=Y)
+                    optimizer.step()
+
+        for ended in [both.submit(train), both.submit(train)]:
+            ended.result(timeout=60)
+        pipe.discard_batch()
+        assert pipe.eval()(X).shape == (8, 4)
 
 
 def test_a_sparse_gradient_ends_the_pipeline_with_the_parameters_name() -> None:
