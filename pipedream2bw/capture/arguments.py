@@ -42,7 +42,7 @@ class CallSignature:
         except TypeError as error:
             raise ValueError(
                 f"example_args and example_kwargs do not fit the model's "
-                f"forward{self._forward}: {error}"
+                f"forward{self._forward}: {error}. Give the arguments of one call"
             ) from None
         self.args, self.kwargs = bound.args, bound.kwargs
         self._names = self._names_of(len(self.args), tuple(self.kwargs))
@@ -90,7 +90,8 @@ class CallSignature:
             bound = self._forward.bind(*range(num_args), **{name: name for name in kwarg_names})
         except TypeError as error:
             raise ValueError(
-                f"the arguments do not fit the model's forward{self._forward}: {error}"
+                f"the arguments do not fit the model's forward{self._forward}: {error}. Give "
+                "train_step() the model's arguments, and the target as target="
             ) from None
         sources = dict(
             zip(

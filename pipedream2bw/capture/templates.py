@@ -80,7 +80,7 @@ def collect(template: Any, value: Any, values: list[torch.Tensor]) -> None:
         if not isinstance(value, torch.Tensor):
             raise TypeError(
                 f"argument {template.path}: {type(value).__name__} given, "
-                "a tensor in the example call"
+                "a tensor in the example call. Give a tensor"
             )
         values.append(value)
     elif isinstance(template, _Constant):

@@ -119,13 +119,13 @@ def _check_kinds(optimizers: Sequence[object]) -> None:
         name = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"optimizer: {name} given, it must be a torch.optim.Optimizer; several are given "
-                "one after the other: PipelineOptimizer(first, second)"
+                f"optimizer: {name} given, it must be a torch.optim.Optimizer. Give one over "
+                "pipe.parameters(), or several in a row: PipelineOptimizer(first, second)"
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
-                f"optimizer: {name} evaluates the loss several times per step through a closure; a "
-                "pipeline computes each batch's gradient once"
+                f"optimizer: {name} evaluates the loss several times per step through a closure, a "
+                "pipeline computes each batch's gradient once. Give another one, such as AdamW"
             )
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise TypeError(

@@ -171,7 +171,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             TypeError: a closure was given.
         """
         if closure is not None:
-            raise TypeError("step(closure): a pipeline computes the gradient in train_step()")
+            raise TypeError("step(closure): train_step() computes the gradient. Give no closure")
         self._check_in_charge()
         wrapped = self._wrapped
         fused = [

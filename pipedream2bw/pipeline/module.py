@@ -512,13 +512,13 @@ class PipelineModule(nn.Module):
             if wanted.device != probe.device:
                 raise TypeError(
                     f"to(): {wanted.device}, {name} is on {probe.device}: the pipeline owns the "
-                    "memory of the weights; move the model before the pipeline is made, or give "
+                    "memory of the weights. Move the model before the pipeline is made, or give "
                     "devices= in one process"
                 )
             if wanted.dtype != probe.dtype:
                 raise TypeError(
                     f"to(): {wanted.dtype}, {name} is {probe.dtype}: the pipeline owns the memory "
-                    "of the weights; give precision='bf16' or 'fp16' for 16-bit weights, "
+                    "of the weights. Give precision='bf16' or 'fp16' for 16-bit weights, "
                     "autocast= for autocast, or convert the model before the pipeline is made"
                 )
             if wanted is not probe:  # to_empty(), to(memory_format=)
@@ -543,9 +543,9 @@ class PipelineModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
-            "copy.deepcopy(pipe): threads and connections cannot be copied; copy the model before "
-            "the pipeline is made, or load pipe.full_state_dict() into another one. An average of "
-            "the weights (AveragedModel) is made of such a copy: see docs/guide/evaluate.md"
+            "copy.deepcopy(pipe): threads and connections cannot be copied. Copy the model before "
+            "the pipeline is made, or load pipe.full_state_dict() into another model. An average "
+            "of the weights (AveragedModel) is made of such a copy: see docs/guide/evaluate.md"
         )
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -86,17 +86,17 @@ class Discarding:
             stages.verdicts.forget()
         for stage in stages:
             stage.runner.take_back(batch, begun.train_steps)
-        text = f"{failure}. The evaluation was discarded; the pipeline is open"
+        text = "The evaluation was discarded; the pipeline is open"
         if not is_evaluation:
             shown = ", ".join(map(str, discarded))
             what = f"train_step {shown} was" if len(discarded) == 1 else f"train_steps {shown} were"
             text = (
-                f"{failure}. {what} discarded and changed nothing: the weights are version "
-                f"{batch}. Go on with the next batch"
+                f"{what} discarded and changed nothing: the weights are version {batch}. Go on "
+                "with the next batch"
             )
             self._accumulation.take_back(batch, begun.counts)
         self._begun = {other: kept for other, kept in self._begun.items() if other < batch}
-        error = reworded(failure, text)
+        error = reworded(failure, f"{str(failure).rstrip('.')}. {text}")
         error.discarded = discarded
         error.__cause__ = failure.__cause__
         taken = TakenBack(batch, begun.train_steps, updates, error)

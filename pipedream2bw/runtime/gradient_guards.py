@@ -24,9 +24,9 @@ class ArrivalGuard:
         parameter.grad = None
         raise RuntimeError(
             f"parameter {self._name}: a gradient reached the model's own Parameter, not the "
-            "pipeline's copy, and would be lost. Something refers to it in another way than as an "
-            "attribute of its module: a closure, an object or nested container that holds it, or a "
-            "loss_fn that uses the model's parameters"
+            "pipeline's copy, and would be lost. Call train_step() to train, not the model. "
+            "loss_fn must not use the model's parameters. No closure, object or nested container "
+            "may hold a Parameter: make each Parameter an attribute of its module"
         )
 
 

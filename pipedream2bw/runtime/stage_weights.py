@@ -213,8 +213,8 @@ class StageWeights:
             if parameter.requires_grad != (name in self.trainable):
                 raise ValueError(
                     f"parameter {name}: requires_grad is {parameter.requires_grad}, it was "
-                    f"{not parameter.requires_grad} when the pipeline was made: freeze and "
-                    "unfreeze before, the pipeline keeps versions of the trained ones only"
+                    f"{not parameter.requires_grad} when the pipeline was made. Freeze and "
+                    "unfreeze before: the pipeline keeps versions of the trained parameters alone"
                 )
 
     def storage_pointers(self) -> set[int]:

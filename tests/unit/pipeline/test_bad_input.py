@@ -384,7 +384,48 @@ def test_a_call_of_a_closed_pipeline_says_that_it_is_closed() -> None:
         pipe(X)
 
 
+@pytest.mark.parametrize(
+    ("mistake", "what_to_do"),
+    [
+        (
+            lambda pipe, opt: pipe.train_step(X, Y),
+            r"Give train_step\(\) .*, and the target as targ",
+        ),
+        (lambda pipe, opt: pipe.train_step(X.numpy(), target=Y), r"example call\. Give a tensor"),
+        (lambda pipe, opt: opt.step(lambda: 0.0), r"Give no closure"),
+        (lambda pipe, opt: pd2.PipelineOptimizer(pipe), r"Give one over pipe.parameters\(\), or"),
+        (
+            lambda pipe, opt: pd2.PipelineOptimizer(torch.optim.LBFGS(pipe.parameters())),
+            r"Give another one",
+        ),
+        (lambda pipe, opt: build(example_args=()), r"Give the arguments of one call"),
+        (lambda pipe, opt: pipe.half(), r"weights\. Give precision='bf16' or 'fp16'"),
+        (
+            lambda pipe, opt: pipe.session.root(X).sum().backward(),
+            r"would be lost\. Call train_step\(\) to train, not the model\.",
+        ),
+    ],
+)
+def test_the_last_sentence_says_what_to_do(mistake: Any, what_to_do: str) -> None:
+    with build() as pipe:
+        optimizer = sgd(pipe)
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=what_to_do):
+            mistake(pipe, optimizer)
+        pipe.train_step(X, target=Y)
+        optimizer.step()
+
+
 # ---------------------------------------------------------------- what only a run shows
+
+
+def test_a_failures_text_ends_in_one_full_stop() -> None:
+    def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("Nothing is there.")
+
+    with build(loss_fn=failing) as pipe:
+        sgd(pipe)
+        with pytest.raises(pd2.errors.StageError, match=r"is there\. train_step 0 was discarded"):
+            float(pipe.train_step(X, target=Y))
 
 
 def test_a_loss_function_that_fails_without_a_target_says_so() -> None:
