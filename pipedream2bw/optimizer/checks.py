@@ -120,7 +120,7 @@ def _check_kinds(optimizers: Sequence[object]) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"optimizer: {name} given, it must be a torch.optim.Optimizer. Give one over "
-                "pipe.parameters(), or several in a row: PipelineOptimizer(first, second)"
+                "pipe.parameters(), or more one after the other: PipelineOptimizer(first, second)"
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(

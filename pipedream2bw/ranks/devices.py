@@ -84,7 +84,7 @@ def check_device(facts: DeviceFacts) -> None:
     if (device.index if _has_index(device) else 0) >= facts.num_visible:
         raise ValueError(
             f"device: {facts.device}, devices of that type that this process sees: "
-            f"{facts.num_visible}. Give a device that is there"
+            f"{facts.num_visible}: there is none of that number. Give a device that is there"
         )
 
 
