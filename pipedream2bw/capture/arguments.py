@@ -91,7 +91,7 @@ class CallSignature:
         except TypeError as error:
             raise ValueError(
                 f"the arguments do not fit the model's forward{self._forward}: {error}. Give "
-                "train_step() the model's arguments, and the target as target="
+                "the model's arguments; train_step() takes the target as target="
             ) from None
         sources = dict(
             zip(

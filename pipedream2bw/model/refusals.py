@@ -61,8 +61,8 @@ def refuse_uncloneable(name: str, module: nn.Module) -> None:
     parallel = isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
     if parallel or "dynamo_ctx" in module.__dict__:
         raise TypeError(
-            f"{where} is a wrapper, and stages run parts of the module inside alone. Pass that "
-            f"module, and give {'width=' if parallel else 'compile= in place of torch.compile()'}"
+            f"{where} is a wrapper: stages run parts of the module inside. Pass that module, and "
+            f"give {'width= for replicas' if parallel else 'compile= in place of torch.compile()'}"
         )
 
 

@@ -389,7 +389,7 @@ def test_a_call_of_a_closed_pipeline_says_that_it_is_closed() -> None:
     [
         (
             lambda pipe, opt: pipe.train_step(X, Y),
-            r"Give train_step\(\) .*, and the target as targ",
+            r"Give .*; train_step\(\) takes the target as target=",
         ),
         (lambda pipe, opt: pipe.train_step(X.numpy(), target=Y), r"example call\. Give a tensor"),
         (lambda pipe, opt: opt.step(lambda: 0.0), r"Give no closure"),
