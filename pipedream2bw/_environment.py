@@ -19,8 +19,8 @@ def set_variables() -> None:
     CUDA gives a process 8 queues for all its streams by default. What stands behind a transfer that
     waits for another process would wait with it, so there are as many as CUDA allows.
 
-    torch's flight recorder takes Python's lock for the stack of every operation of NCCL, while the
-    engine's threads are to go on beside the user's Python code. Its buffer gets no entries.
+    torch's flight recorder takes Python's lock for the stack of every operation of NCCL, and the
+    engine's threads then wait for the user's Python code. Its buffer gets no entries.
     """
     if torch.version.cuda is None:
         return

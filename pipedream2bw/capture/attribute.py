@@ -13,9 +13,10 @@ class Attribute:
     """Something that code takes from the module it is bound to.
 
     Attributes:
-        kind: "module", "parameter", "buffer" (looked up in every call, since a module may assign a
-            new tensor), "constant" (``value``, the same for every clone), "device" (a constant that
-            moves with the stage), or "made" (``value(clone)``, for this place of a stage alone).
+        kind: "module", "parameter", "buffer", "constant", "device" or "made". A buffer is looked up
+            in every call, since a module may assign a new tensor. A constant is ``value``, the same
+            for every clone; a device is one that moves with the stage. What is made is
+            ``value(clone)``, for this place of a stage alone.
         target: the qualified name.
         value: see ``kind``.
     """

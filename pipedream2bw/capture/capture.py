@@ -1,9 +1,9 @@
 """From a user's model to a graph of layers that can be cut into stages.
 
-Four ways, tried in this order: lists of modules and nn.Sequential are taken as they are, anything
-else is traced by torch.fx, what fx cannot trace by torch.export, and what that would change by
-Dynamo. All give one graph whose computing nodes are the layers, so cutting, costs and code
-generation know only one form.
+Four ways, tried in this order: lists of modules and nn.Sequential are taken as they are. Anything
+else is traced by torch.fx. What fx cannot trace is traced by torch.export, and what that would
+change by Dynamo. All give one graph whose computing nodes are the layers, so cutting, costs and
+code generation know only one form.
 """
 
 from __future__ import annotations

@@ -99,9 +99,9 @@ def dry_run(
 
     Nothing is computed, and the model, its buffers and the random state stay as they are.
     ``counter`` counts what the layers cost. ``call`` has the model called, too, to see whether its
-    forwards depend on earlier ones, and with ``compares`` whether they call the operators that the
-    graph calls; where fake tensors are not enough for that, copies of the model compute. A run of
-    ``is_chain`` is the model's forward: if that changes no attribute, no later one depends on it.
+    forwards depend on earlier ones. With ``compares`` it tells whether they call the operators that
+    the graph calls. Where fake tensors are not enough for that, copies of the model compute. A run
+    of ``is_chain`` is the model's forward: if it changes no attribute, no later one depends on it.
     """
     named = [attribute_of(node) for node in graph.nodes if node.op in ("call_module", "get_attr")]
     whole = [attribute.target for attribute in named if attribute.kind == "module"]

@@ -1,8 +1,8 @@
 """Capturing by torch.export, for models whose own forward cannot be traced by torch.fx.
 
-The number of rows (dimension 0 of every tensor that carries the batch) stays symbolic, since
-microbatches and evaluation batches have other numbers of rows than the example. Other sizes are
-the example's, or, at up to three times the cost, whatever the model leaves open.
+The number of rows (dimension 0 of every tensor that carries the batch) stays symbolic. Microbatches
+and evaluation batches have other numbers of rows than the example. Other sizes are the example's,
+or, at up to three times the cost, whatever the model leaves open.
 """
 
 from __future__ import annotations

@@ -26,10 +26,11 @@ from ..model.trees import tensors_in
 class OperatorCalls:
     """The operators that a run calls, with what they take.
 
-    A tensor stands for the call that last wrote to its storage, or for its name, and for the part
-    of the storage that it shows. What depends on no named tensor is a constant: it may have been
-    computed when the graph was made. A call is the same in two runs if the calls that it depends on
-    are, in whatever order, and however often: autograd of torch 2.9 repeats some for each mode.
+    A tensor stands for the call that last wrote to its storage, or for its name. It also stands for
+    the part of the storage that it shows. What depends on no named tensor is a constant: it may
+    have been computed when the graph was made. A call is the same in two runs if the calls that it
+    depends on are, in whatever order, and however often: autograd of torch 2.9 repeats some for
+    each mode.
 
     Attributes:
         operators: by call, a digest of the operator and its arguments, the operator.

@@ -2,7 +2,7 @@
 
 The graph must call the operators that the model calls, on the same values. And the model must not
 compute with what an earlier forward left in its plain attributes: a graph has such a value as it
-was when the graph was made, and a module that stages call as a whole is there once for each weight
+was when the graph was made. A module that stages call as a whole is there once for each weight
 version. A cache that the first forward fills, a counter with which nothing is computed, and what is
 kept for somebody else to read, are none of these: the second and the third forward call the same
 operators on the same values.

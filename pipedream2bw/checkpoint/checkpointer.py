@@ -43,7 +43,7 @@ class Checkpointer(Extension):
     ...         ckpt.step()
 
     Saving drains nothing, see :func:`save`; a save that fails (a full disk) warns, and the run goes
-    on. A run that is killed at any moment goes on from the newest checkpoint that is whole, with
+    on. A run may be killed at any moment. It goes on from the newest checkpoint that is whole, with
     the same bits, on any number of stages. Every rank makes it and calls its methods. A pipeline
     has one at a time; :func:`save` saves to further places.
 
@@ -54,8 +54,9 @@ class Checkpointer(Extension):
         max_overhead: the share of the training time that saving may add, with ``"auto"``.
         keep: how many checkpoints stay, at least 2.
         keep_every: the first one of every so many batches stays, too.
-        preempt: signals at which the run is saved after the batch under way, or in :meth:`close`,
-            and ends with :class:`Preempted`, on all ranks, whichever one gets the signal.
+        preempt: signals at which the run is saved and ends with :class:`Preempted`. That happens on
+            all ranks, whichever one gets the signal: after the batch under way, or in
+            :meth:`close`.
 
     Raises:
         ValueError, TypeError: on every rank, naming the rule and both values; also of state that
@@ -136,8 +137,8 @@ class Checkpointer(Extension):
         """Loads the newest checkpoint that is whole; gives the number of the batch that follows.
 
         That is 0 if there is none. Those that are damaged or cannot be read are named. Once an
-        older one is found that is whole, they are set aside by a file ``corrupt`` in their folder,
-        and that one is taken, the same on all ranks. With ``replica_sync`` all sites have it.
+        older one is found that is whole, they are set aside by a file ``corrupt`` in their folder.
+        The whole one is taken, the same on all ranks. With ``replica_sync`` all sites have it.
 
         Args:
             step: a certain checkpoint, to go back to. Newer ones are set aside by a file

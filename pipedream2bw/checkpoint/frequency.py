@@ -1,9 +1,9 @@
 """How often to save, so that training is slowed by no more than it may be.
 
-CheckFreq's rule (Mohan et al., FAST 2021, section 4.3), with two differences: what a save costs is
-measured end to end, in batches that took longer while it was under way, and the frequency is
-corrected in both directions, by the median of the last three saves and by a factor of at most two
-at a time: something else may have taken the time.
+CheckFreq's rule (Mohan et al., FAST 2021, section 4.3), with two differences. What a save costs is
+measured end to end, in batches that took longer while it was under way. And the frequency is
+corrected in both directions: by the median of the last three saves, and by a factor of at most two
+at a time. Something else may have taken the time.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ _STATE = ("seed", "length", "shuffle", "position")
 class ResumableSampler(Sampler[list[int]]):
     """Gives a ``DataLoader`` the rows of each batch; its position is saved and loaded.
 
-    The rows of a dataset follow each other in an order that is drawn anew for each epoch, and every
-    ``batch`` of them are a batch: each row is in exactly one batch an epoch, as in CheckFreq (FAST
-    2021, section 4.1), and a batch at an epoch's end takes its last rows from the next one. Rank
+    The rows of a dataset follow each other in an order that is drawn anew for each epoch. Every
+    ``batch`` of them are a batch. Each row is in exactly one batch an epoch, as in CheckFreq (FAST
+    2021, section 4.1). A batch at an epoch's end takes its last rows from the next one. Rank
     ``replica`` of ``width`` gets an equal, contiguous part of each batch, or one as large as its
     number of microbatches. The batches themselves depend on ``length``, ``batch``, ``seed`` and
     ``shuffle`` alone, so another number of replicas goes on with the same ones.

@@ -90,8 +90,8 @@ def save(
     Every rank calls it between two batches, after ``opt.step()``. Nothing is drained: each stage's
     state is copied when its last update has been made, and written by a thread. With ``opt`` a run
     that :func:`load` continues gives the same bits as one that was never interrupted: also the
-    older weight versions are saved, the moments, what a remedy for the delay keeps, loss scales,
-    buffers of every replica, random numbers and counters.
+    older weight versions are saved, the moments, and what a remedy for the delay keeps. So are loss
+    scales, buffers of every replica, random numbers and counters.
 
     Args:
         path: a folder that all processes reach, or a URL that fsspec knows, such as

@@ -28,10 +28,10 @@ def linear_cross_entropy(
     """Returns the cross-entropy of ``hidden @ weight.T + bias`` without keeping these logits.
 
     It is ``cross_entropy(linear(hidden, weight, bias), target)`` but for rounding. Logits are made
-    for a ``num_chunks``-th of the rows at a time, and their gradient takes their place at once
-    (as in Liger kernels, arXiv 2410.10989): of a language model's [rows, vocabulary] tensors, which
-    the plain form has three of, a chunk's is all that ever exists. What lasts until the backward
-    is the gradient of ``hidden`` and that of ``weight``; nothing is computed twice.
+    for a ``num_chunks``-th of the rows at a time. Their gradient takes their place at once, as in
+    Liger kernels (arXiv 2410.10989): of a language model's [rows, vocabulary] tensors, which the
+    plain form has three of, a chunk's is all that ever exists. What lasts until the backward is the
+    gradient of ``hidden`` and that of ``weight``; nothing is computed twice.
 
     Call it in a pipeline's model, as a whole, or in its ``loss_fn``.
 

@@ -41,8 +41,8 @@ class _Bucket:
 class OkTopkState:
     """The state of :func:`ok_topk_hook` for one stage (or one DistributedDataParallel).
 
-    Of n gradients each replica sends about k = density * n, those of largest magnitude together
-    with what it has not sent so far, and the k largest of the sums come back. What was not used
+    Of n gradients each replica sends about k = density * n: those of largest magnitude together
+    with what it has not sent so far. The k largest of the sums come back. What was not used
     stays in a residual, as large as the gradients. Thresholds that select k are found by sorting
     every ``threshold_period`` batches and kept between (but one that selects 2k is not). Each
     replica adds up one region of the bucket; regions are cut such that each gets as many of the k,
@@ -55,10 +55,9 @@ class OkTopkState:
         region_period: the paper's tau, in batches.
 
     Attributes:
-        bytes_sent: to other replicas so far. A batch with kept thresholds sends at most 6k
-            (w - 1) / w words, of a gradient or an index, on the average of w replicas, and 4k
-            (w - 1) / w where the sums' shares need no balancing; as far as the thresholds still
-            select k.
+        bytes_sent: to other replicas so far. While kept thresholds still select k, a batch sends
+            at most 6k (w - 1) / w words, on the average of w replicas. It sends 4k (w - 1) / w
+            where the sums' shares need no balancing. A word is a gradient or an index.
     """
 
     def __init__(

@@ -42,9 +42,9 @@ class ReplicaSync(Extension):
     update: under ``"2bw"`` it runs beside batch t+1, which still reads the site's own W(t), and
     whose gradient then steps A; batch t+2 is the first that reads A. A stage is a fragment of
     Streaming DiLoCo (arXiv 2501.18512): stage s exchanges after the batches t with
-    (t + 1) mod H = floor(s H / d), so that one stage at a time uses the link between the sites.
-    Moments and buffers (BatchNorm) stay each site's own. Anchors and the outer optimizer's state
-    are in the host's memory.
+    (t + 1) mod H = floor(s H / d). So one stage at a time uses the link between the sites. Moments
+    and buffers (BatchNorm) stay each site's own. Anchors and the outer optimizer's state are in the
+    host's memory.
 
     Give it to ``PipelineOptimizer(..., replica_sync=)``, which waits for the other sites; weights
     begin as those of site 0. ``pipe.state_dict()``, ``unsplit()``, evaluation and checkpoints are

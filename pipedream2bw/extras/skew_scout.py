@@ -24,10 +24,10 @@ class SkewScout:
 
         loss_weight * max(0, AL(H) - threshold) + communication_weight / H,
 
-    where AL, the accuracy loss, is the sites' mean accuracy on their own data less the mean of the
-    same models on the next site's, and 1 / H what is sent in a batch, in models. It climbs hills:
-    from the shortest interval, each measurement moves it to a neighbour that is not known or costs
-    less: a shorter one where AL is above the threshold, else a longer one. What an interval has
+    AL is the accuracy loss: the sites' mean accuracy on their own data less the mean of the same
+    models on the next site's. 1 / H is what is sent in a batch, in models. It climbs hills from the
+    shortest interval on. Each measurement moves it to a neighbour that is not known or costs less.
+    That is a shorter one where AL is above the threshold, else a longer one. What an interval has
     cost is remembered for ``memory`` measurements.
 
     AL measures how far the sites' models have come apart *and* how much their data differ, at one

@@ -28,8 +28,8 @@ class DataStalls:
         cached: seconds of a batch when the loader's batches are in memory.
         as_is: seconds of a batch as the loader gives them.
         loading: seconds that the loader takes for a batch when nothing else is done.
-        waiting: of this process's first and last stage, the share of the time of the run as it is
-            in which the stage was idle while this process waited for the loader.
+        waiting: of this process's first and last stage, a share of the time of the run as it is:
+            the stage was idle while this process waited for the loader.
     """
 
     batches: int

@@ -53,8 +53,8 @@ def traffic_report(
     Updates count as the engine's fused ones: weights, gradients and state are read once,
     weights and state written once; state that does not exist before the first step does not
     count, nor does clipping, nor state of other optimizers. Messages have their size once on
-    each side, and may pass without a copy in one process; with w copies of a stage, replicas or
-    pipelines, the gradients' sum has 2 (w - 1) / w of these going out, and as many coming in.
+    each side, and may pass without a copy in one process; with w copies of a stage, which are
+    replicas or pipelines, the gradients' sum has 2 (w - 1) / w of these going out. As many come in.
 
     Data movement by operator is the view of "Data Movement Is All You Need" (arXiv 2007.00072).
 

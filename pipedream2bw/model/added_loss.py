@@ -1,8 +1,8 @@
 """Losses that are added inside the model instead of in the loss function.
 
 The value is not sent anywhere: an autograd node on the activation gives it its gradient when the
-backward passes there (as Megatron-LM's MoEAuxLossAutoScaler does), so neither schedules nor
-messages know of it. The node needs the weight that the engine gives the microbatch's loss.
+backward passes there, as Megatron-LM's MoEAuxLossAutoScaler does. Neither schedules nor messages
+know of it. The node needs the weight that the engine gives the microbatch's loss.
 """
 
 from __future__ import annotations

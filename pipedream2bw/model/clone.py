@@ -1,8 +1,8 @@
 """Structural clones: the same modules over other parameters, without copying data.
 
 One clone exists per weight version. Its modules are distinct objects whose Parameters are views of
-that version's buffer; buffers and hooks are the very objects of the original, so running statistics
-advance in one place and a hook registered later is seen by every clone.
+that version's buffer; buffers and hooks are the very objects of the original. So running statistics
+advance in one place, and every clone sees a hook that is registered later.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def structural_clone(
     modules or methods of the tree: those are mapped. A module reached twice is cloned once.
 
     Args:
-        on_trial: for a forward that is only tried. Hooks that it registers (the first one of some
-            models does), and what it puts into lists, dictionaries and sets of its modules, are
-            the clone's alone.
+        on_trial: for a forward that is only tried. Hooks that it registers are the clone's alone:
+            the first forward of some models does that. So is what it puts into lists,
+            dictionaries and sets of its modules.
         hooked: modules of ``root`` on which a forward registers hooks: on clones of these it does
             so for each one by itself.
 

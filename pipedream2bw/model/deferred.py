@@ -28,8 +28,9 @@ def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _M
 
     The parameters are on ``torch.device("meta")``, with a record of how they are initialised.
     PipelineModule makes those of its own stages, bitwise with the values that the plain call would
-    have given after the same ``torch.manual_seed``, whatever initialises them inside ``build``
-    (constructors, ``torch.nn.init``, ``module.apply``, copies). Every process makes the same call.
+    have given after the same ``torch.manual_seed``. Constructors, ``torch.nn.init``,
+    ``module.apply`` or copies may initialise them inside ``build``. Every process makes the same
+    call.
 
     >>> generator = torch.manual_seed(0)
     >>> model = pd2.deferred_init(GPT, config)

@@ -1,8 +1,8 @@
 """Random numbers of a microbatch: a function of a seed, the train_step and the microbatch.
 
 The engine gives stages these numbers, whatever else draws. Here a thread that trains the unsplit
-model gets the same ones, and code that saves and restores torch's random state, as
-torch.utils.checkpoint does around a forward that it runs again, works with either.
+model gets the same ones. Code that saves and restores torch's random state works with either:
+torch.utils.checkpoint does that around a forward that it runs again.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ def reference_random(*, seed: int, train_step: int, microbatch: int) -> Iterator
     ...     loss = loss_fn(unsplit(x), y)
     ...     loss.backward()
 
-    Every call of an operator that draws has a number, counted from the beginning, and draws from a
-    generator that seed, train_step, microbatch and this number give. Torch's default generators
-    stay as they are. The backward belongs inside if the model has checkpoints
-    (torch.utils.checkpoint).
+    Every call of an operator that draws has a number, counted from the beginning. Seed, train_step,
+    microbatch and this number give the generator of the call. Torch's default generators stay as
+    they are. The backward belongs inside if the model has checkpoints (torch.utils.checkpoint).
 
-    A pipeline counts the draws of each layer once, on fake tensors, when it captures the model. A
-    layer that draws more than was counted, because that depends on data or on the number of rows,
-    draws other numbers than here from there on, and so do the layers after it. Where fake tensors
-    cannot run a layer, only the layers after it do. A pipeline's own are the same in every run
-    still. Compiled stages draw other numbers, too.
+    A pipeline counts the draws of each layer once, on fake tensors, when it captures the model. How
+    often a layer draws may depend on data or on the number of rows. A layer that draws more than
+    was counted draws other numbers than here from there on. So do the layers after it. Where fake
+    tensors cannot run a layer, only the layers after it do. A pipeline's own are the same in every
+    run still. Compiled stages draw other numbers, too.
 
     Args:
         seed: the pipeline's ``random_seed``.

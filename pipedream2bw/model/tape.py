@@ -51,9 +51,9 @@ class Geometry:
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what is computed on fake CPU tensors while it is entered.
 
-    Random operators are executed once while they are recorded, on memory that is freed at once, so
-    that the generators advance as if the tensors were real. When a tensor is made, the numbers are
-    drawn again, from the state that the generator had.
+    Random operators are executed once while they are recorded, on memory that is freed at once. So
+    the generators advance as if the tensors were real. When a tensor is made, the numbers are drawn
+    again, from the state that the generator had.
     """
 
     def __init__(self) -> None:

@@ -16,12 +16,12 @@ class LossScale:
     """Multiplies losses before their backward (Micikevicius et al., arXiv 1710.03740).
 
     The rule is ``torch.amp.GradScaler``'s. A scale belongs to a weight version: a batch's loss is
-    multiplied by the scale of the version that it reads, and its update, which divides the gradient
-    by the same, decides the scale of the version that it makes. If a gradient of any parameter, on
-    any stage, is infinite or NaN, there is no step: weights, moments and step counts stay, the
-    version is a copy of the one before, and its scale is the former one times ``backoff_factor``.
-    After ``growth_interval`` updates without such a one it grows by ``growth_factor``. Under
-    ``"2bw"`` the batch after one that overflows reads the same version, and may overflow, too.
+    multiplied by the scale of the version that it reads. Its update divides the gradient by the
+    same, and decides the scale of the version that it makes. If a gradient of any parameter, on any
+    stage, is infinite or NaN, there is no step: weights, moments and step counts stay, the version
+    is a copy of the one before, and its scale is the former one times ``backoff_factor``. After
+    ``growth_interval`` updates without such a one it grows by ``growth_factor``. Under ``"2bw"``
+    the batch after one that overflows reads the same version, and may overflow, too.
 
     Attributes:
         init_scale: of W(0), > 0.

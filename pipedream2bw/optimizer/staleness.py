@@ -57,16 +57,16 @@ class ErrorFeedback:
 
     u(t) is made of the gradient at W(t-1): what u(t-1) would have been without the delay, so that
     u(t) - u(t-1) is the error of the step before. A batch without a delay (the first one, or in a
-    warm-up) has no error. With w(t) = W(t) - coefficient * u(t-1) it reads w(t+1) = w(t) + u(t):
-    plain steps of w, with gradients at the weights w(t) + coefficient * (w(t) - w(t-1)) that are
-    predicted for the next batch, as in SpecTrain (arXiv 1809.02839) and linear weight prediction
-    (arXiv 2003.11666).
+    warm-up) has no error. With w(t) = W(t) - coefficient * u(t-1) it reads w(t+1) = w(t) + u(t).
+    These are plain steps of w, with gradients at weights that are predicted for the next batch:
+    w(t) + coefficient * (w(t) - w(t-1)). SpecTrain (arXiv 1809.02839) and linear weight prediction
+    (arXiv 2003.11666) do so, too.
 
     Works with every optimizer, in one fused pass with the step of SGD, Adam and AdamW. Where 16-bit
-    weights have float32 masters, W(t) above is the master, of split ones what their two parts are
-    joined to, and u(t) the difference of two masters: the rounding of the weights is not fed back.
-    An update that a loss scale leaves out keeps u(t-1): W(t+1) and w(t+1) are then W(t) and w(t),
-    and the next step makes up for the last one that there was.
+    weights have float32 masters, W(t) above is the master: of split ones what their two parts are
+    joined to. u(t) is the difference of two masters. So the weights' rounding is not fed back.
+    An update that a loss scale leaves out keeps u(t-1): W(t+1) and w(t+1) are then W(t) and w(t).
+    The next step makes up for the last one that there was.
 
     Keeps one tensor per parameter, u(t-1), which :meth:`PipelineOptimizer.state_dict` and
     checkpoints save.
@@ -120,8 +120,8 @@ class NesterovCorrection:
         W(t+1) = w(t+1) + d(t+1),   d(t+1) = momentum * (w(t+1) - w(t)),   d(0) = 0
 
     Nesterov's method whose gradients, late as they are, were taken at W: the look-ahead d takes the
-    place of the step that a late gradient does not know of, and the factor 1 - momentum keeps each
-    such gradient's part small. The paper steps by gradients, u(t) = -lr * g(t); here u may be any
+    place of the step that a late gradient does not know of. The factor 1 - momentum keeps each such
+    gradient's part small. The paper steps by gradients, u(t) = -lr * g(t); here u may be any
     optimizer's step. Momentum of the optimizer's own comes on top, so give it none: ``SGD`` without
     momentum and a learning rate that is larger by 1 / (1 - momentum), ``AdamW`` with a first beta
     of 0. Evaluation and ``state_dict()`` give W. Keeps one tensor per parameter, d, which

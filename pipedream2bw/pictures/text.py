@@ -3,7 +3,7 @@
     stage 0 |F0F1....B0==f0B1=Uf1b0==..b1==u
     stage 1 |..F0B0==F1B1=Uf0b0==f1b1==U....
 
-A column shows what the stage did at the column's middle, so lengths are proportional to durations,
+A column shows what the stage did at the column's middle. So lengths are proportional to durations,
 and an action's columns begin where those of the action before it end. If a rank has several stages,
 their rows stand together, and a stage is blank, not idle, while the rank does another's work:
 

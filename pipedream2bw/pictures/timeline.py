@@ -52,8 +52,8 @@ def draw_timeline(
     version that the action reads. A black line is an update, or a thin bar where other actions run
     at the same time; its mark has the colour of the version that it makes. White is idle.
 
-    If a rank has several stages, the boxes of its first stage are highest, those of the last
-    lowest, and the small number below is the stage.
+    If a rank has several stages, the boxes of its first stage are highest, and those of the last
+    lowest. The small number below is the stage.
 
     Args:
         events: the actions; or several lists of them by name (say, one per schedule), drawn below

@@ -22,10 +22,10 @@ _ARGUMENTS = ("batch", "microbatch", "version", "stage")  # of an action in a tr
 def write_trace(events: Sequence[Event], path: str | os.PathLike[str]) -> None:
     """Writes the actions in the Trace Event Format, which Perfetto and chrome://tracing show.
 
-    A replica is a process, a rank a thread, an action a complete event named after its kind and
-    microbatch (and its stage, if the rank has several), with all its numbers as arguments. Arrows
-    lead from a stage's forward to the next stage's, and from a backward to the one before. Times
-    are microseconds since the first action's start.
+    A replica is a process, and a rank a thread. An action is a complete event named after its kind
+    and microbatch, and after its stage if the rank has several. All its numbers are arguments.
+    Arrows lead from a stage's forward to the next stage's, and from a backward to the one before.
+    Times are microseconds since the first action's start.
 
     Args:
         events: the actions, in any order.

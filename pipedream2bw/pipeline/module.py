@@ -61,7 +61,7 @@ class PipelineModule(nn.Module):
     show the newest weights whenever the pipeline is drained.
 
     With ``schedule="2bw"`` (PipeDream-2BW, arXiv 2006.09503, section 3.1) every microbatch of batch
-    t uses weights W(max(t-1, 0)) on all stages and the pipeline is never drained between batches:
+    t uses weights W(max(t-1, 0)) on all stages. The pipeline is never drained between batches:
     W(t+1) = step(W(t), gradient at W(max(t-1, 0))).
 
     docs/reference/options.md says of each schedule and each option what exactly it does.
@@ -279,9 +279,9 @@ class PipelineModule(nn.Module):
 
         Raises:
             ValueError: on every rank: no rows, tensors of different numbers of rows or that need
-                gradients, other arguments than the example's, a missing ``opt.step()``, ranks under
-                ``no_grad()``, some under :meth:`no_sync` and others not, a missing normalizer or
-                one too many.
+                gradients, or other arguments than the example's; a missing ``opt.step()``; ranks
+                under ``no_grad()``, or some under :meth:`no_sync` and others not; a missing
+                normalizer, or one too many.
             StageError: the pipeline has failed; its attributes say where and why.
         """
         discard_left(self.session)

@@ -133,11 +133,7 @@ def simulate(
     stage; costs of edges one number, or one for each pair of neighbours (``num_stages - 1``).
 
     Args:
-        schedule: a schedule's name ("2bw", "2bw_eager", "2bw_split", "interleaved_2bw",
-            "2bw_v", "2bw_v_two_thirds", "2bw_v_half", "2bw_v_min", "zero_bubble_v", "v_half",
-            "v_min", "pipedream", "1f1b", "gpipe", "interleaved", "looped_bfs", "zero_bubble",
-            "zero_bubble_2p", "interleaved_zero_bubble", "chimera", "chimera_doubled"), or one's
-            own: what :func:`load_schedule` takes.
+        schedule: a name of :func:`schedule_names`, or one's own: what :func:`load_schedule` takes.
         num_stages: the model's stages d; in a schedule of two pipelines stage d + i of the result
             is the second one's copy of stage i and costs the same. A schedule of one's own has
             its own, which this must equal if given.

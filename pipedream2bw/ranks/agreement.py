@@ -2,7 +2,7 @@
 
 Every operation that all ranks have to call together starts with one tiny exchange. It tells all
 ranks what only one can see (a batch with too few rows, a wrong target), and finds ranks that call
-different operations, so that every rank raises and none hangs.
+different operations. So every rank raises and none hangs.
 """
 
 from __future__ import annotations

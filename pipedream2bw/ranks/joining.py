@@ -39,8 +39,8 @@ def store_of_this_life(
     """A part of the store that these processes alone use. Every process calls it.
 
     torchrun gives the processes that it starts again the store of those before, with their
-    addresses and failures, and no number of the start that is equal on all machines. So each
-    process says a word of its own, rank 0 answers that word with the name of the part, and whoever
+    addresses and failures. It gives no number of the start that is equal on all machines. So each
+    process says a word of its own, and rank 0 answers that word with the name of the part. Whoever
     has the answer tells it there. Words of earlier processes are answered, too, and nobody comes.
 
     Args:

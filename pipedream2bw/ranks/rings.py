@@ -152,8 +152,8 @@ def agreed_by_all(found: list[bool], group: dist.ProcessGroup, deadline: Deadlin
 class PeerWatch:
     """Raises the fault when a process has ended and a device here does not come to rest after it.
 
-    A device that waits for memory which a dead process would have written waits for ever, and with
-    it the threads that wait for the device. What the process sent before its end is received.
+    A device that waits for memory which a dead process would have written waits for ever. So do the
+    threads that wait for the device. What the process sent before its end is received.
     """
 
     def __init__(self, fault: _C.Fault) -> None:

@@ -119,13 +119,13 @@ class Loss(LazyNumber):
     """What :meth:`PipelineModule.train_step` returns: its loss, which may not exist yet.
 
     ``float(loss)`` waits until the last stage has forwarded all microbatches; on any rank, at any
-    time, in any order. Reading it one train_step late costs nothing. Under a schedule whose last
-    stage forwards some of a batch's microbatches during the next train_step (the V-shaped ones
-    with two weight versions), reading it before that drains the pipeline, on all ranks, which
-    costs time and changes no number. Under ``"pipedream"``, where stages make their updates
-    together (``max_grad_norm``, tied weights), it may need up to d - 2 more
-    train_steps, or a ``flush()``. With ``width`` > 1 it is this replica's own. The same holds for
-    :attr:`metrics`, which travel with it.
+    time, in any order. Reading it one train_step late costs nothing. Under the V-shaped schedules
+    with two weight versions the last stage forwards some of a batch's microbatches during the next
+    train_step. Reading the loss before that drains the pipeline, on all ranks, which costs time and
+    changes no number. Under ``"pipedream"``, where stages make their updates together
+    (``max_grad_norm``, tied weights), it may need up to d - 2 more train_steps, or a ``flush()``.
+    With ``width`` > 1 it is this replica's own. The same holds for :attr:`metrics`, which travel
+    with it.
     """
 
     def __init__(self, session: Session, slot: _C.AwaitedNumbers) -> None:

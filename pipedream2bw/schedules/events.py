@@ -15,12 +15,12 @@ KIND_NAMES = _C.action_kinds()
 class Event:
     """One action, executed or simulated.
 
-    ``kind`` is "F", "B" (or its halves "I", the input gradient, and "W", the weight gradient), "U",
-    or "R" for a forward that is run again before its backward; ``version`` is the weight version
-    that they read and that U made; ``start`` and ``end`` are seconds of the machine's monotonic
-    clock, which all its processes share, or of a simulation. An executed B that sends gradients
-    ends when it does. ``batch`` counts ``train_step`` calls, of which several may be one batch of
-    the optimizer's (``accumulate``); a U has the last one's number and microbatch.
+    ``kind`` is "F", "B", "U", or "R" for a forward that is run again before its backward. A B's
+    halves are "I", the input gradient, and "W", the weight gradient. ``version`` is the weight
+    version that they read and that U made; ``start`` and ``end`` are seconds of the machine's
+    monotonic clock, which all its processes share, or of a simulation. An executed B that sends
+    gradients ends when it does. ``batch`` counts ``train_step`` calls, of which several may be one
+    batch of the optimizer's (``accumulate``); a U has the last one's number and microbatch.
     ``rank`` is the schedule's rank that has the stage; the stage's own number if not given.
     """
 

@@ -66,8 +66,8 @@ def choose_boundaries(
     """Chooses the first layer of every stage.
 
     Raises:
-        ValueError: more stages than layers, an unknown name or a wrong number of names in
-            ``split``, or a buffer or value that is written and would be used on two stages.
+        ValueError: more stages than layers; an unknown name or a wrong number of names in
+            ``split``; or a buffer or value that is written and would be used on two stages.
     """
     num_layers = len(captured.layers)
     if num_stages > num_layers:

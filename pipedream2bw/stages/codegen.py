@@ -1,8 +1,8 @@
 """Python source for one stage: a function from its input values to its output values.
 
 The graph of the captured model is only walked when the stage is built. For each microbatch
-straight-line code runs, whose modules, parameters and functions are closure variables, so that a
-call costs little more than the operators in it.
+straight-line code runs. Its modules, parameters and functions are closure variables, so that a call
+costs little more than the operators in it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Running a forward a second time, on what it read the first time.
 
-Recomputing activations in place of keeping them (arXiv 1604.06174) gives the same numbers only if
-the second forward finds the inputs and buffers as the first did, and draws the same random numbers.
-The engine repeats the random numbers.
+Recomputing activations in place of keeping them (arXiv 1604.06174) gives the same numbers only
+under conditions. The second forward must find the inputs and buffers as the first did, and draw the
+same random numbers. The engine repeats the random numbers.
 """
 
 from __future__ import annotations

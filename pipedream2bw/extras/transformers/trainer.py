@@ -23,17 +23,17 @@ from .replicas import ReplicaAccelerator, Sharing, first_batch, generators_kept,
 class PipelineTrainer(Trainer):
     """A ``transformers.Trainer`` that trains its model as a pipeline.
 
-    In place of ``Trainer(...)``, with one argument more, in one process (a thread for each stage)
-    or under ``torchrun``, a process for each stage of each replica.
+    It takes the place of ``Trainer(...)``, with one argument more. In one process each stage is a
+    thread. Under ``torchrun`` each stage of each replica is a process.
 
     >>> trainer = PipelineTrainer(model, args, train_dataset=data, pipeline={"num_stages": 4})
 
     A batch is what it was: ``per_device_train_batch_size`` x ``gradient_accumulation_steps`` rows
     for each replica. What are steps of accumulation to the Trainer are the pipeline's microbatches:
-    ``"2bw"`` needs as many as there are stages. The loss is the one that the Trainer computes (the
-    model's own, ``compute_loss_func``, label smoothing, or ``compute_loss`` of a subclass), over
-    the items of the whole batch where the Trainer counts them. So ``schedule="1f1b"`` trains as the
-    Trainer does with accumulation, and ``"2bw"`` with a delay of one step.
+    ``"2bw"`` needs as many as there are stages. The loss is the one that the Trainer computes: the
+    model's own, ``compute_loss_func``, label smoothing, or ``compute_loss`` of a subclass. It is
+    over the items of the whole batch where the Trainer counts them. So ``schedule="1f1b"`` trains
+    as the Trainer does with accumulation, and ``"2bw"`` with a delay of one step.
 
     Every rank has the same log history. Checkpoints are folders ``checkpoint-N``, each a source for
     ``from_pretrained``, and runs go on from them on any number of stages. See docs/trainer.md.

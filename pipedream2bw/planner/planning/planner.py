@@ -62,7 +62,7 @@ def plan(
     """The best way to train the profiled model on some devices.
 
     Searches every width w, depth d, profiled microbatch size b, schedule and way to recompute
-    (arXiv 2006.09503, section 4, Algorithm 1), with layers put on stages so that the slowest one
+    (arXiv 2006.09503, section 4, Algorithm 1). Layers are put on stages so that the slowest one
     takes the least time. docs/planner.md says how, and what a plan's time is made of.
 
     >>> plan = pd2.plan(pd2.Profile.load("gpt.json"), devices=8, memory="16GiB", batch=512)

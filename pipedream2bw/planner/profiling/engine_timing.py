@@ -96,8 +96,8 @@ def _passes(device: torch.device) -> dict[str, float]:
 def seconds_per_action(device: torch.device) -> float:
     """What the engine adds to every forward and every backward of a microbatch.
 
-    The time by which a train_step of a pipeline of one stage, and hardly any work, grows with the
-    number of its microbatches, less that work's time.
+    A pipeline of one stage with hardly any work is timed. This is the time by which its train_step
+    grows with the number of microbatches, less that work's time.
     """
     few, many = (_train_step_seconds(count, device) for count in (8, 72))
     layer, row = nn.Linear(1, 1).to(device), torch.zeros(1, 1, device=device)

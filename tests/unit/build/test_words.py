@@ -1,7 +1,8 @@
-"""README and guide are short, and so are their sentences."""
+"""README and guide are short, and so are their sentences and those of docstrings."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,3 +79,31 @@ def test_pages_are_short() -> None:
 @pytest.mark.parametrize("page", GUIDE, ids=lambda path: path.name)
 def test_a_page_of_the_guide_begins_with_code(page: Path) -> None:
     assert re.match(r"# .+\n\n```python\n", page.read_text("utf-8"))
+
+
+def docstrings(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node) or ""
+
+
+def long_clauses(docstring: str) -> list[str]:
+    """What is long between two ends of a sentence, semicolons or colons; no code, no formula."""
+    text = re.sub(r"(?m)^(>>>|\.\.\.) .*$|(?<=\n\n)(?: {4}.* = .*\n+)+", "", docstring)
+    text = re.sub(r"``[^`]*``", "code", text)
+    parts = re.split(r"\n\s*\n|\n(?=\s*[\w*, ]+: )", text)
+    clauses = [c for part in parts for c in re.split(r"(?<=[.!?;:])\s+", " ".join(part.split()))]
+    return [c for c in clauses if len(re.findall(r"\w[\w'.,-]*", c)) > MOST_WORDS]
+
+
+def test_a_long_clause_of_a_docstring_is_found() -> None:
+    long = " ".join(["word"] * 26)
+    assert len(long_clauses(f"Short.\n\n{long}.\n\nArgs:\n    x: {long}\n")) == 2
+    assert long_clauses(f"Short; ``{long}``:\n\n    x = {long}\n\n>>> {long}\n") == []
+
+
+@pytest.mark.parametrize("room", sorted({p.parent for p in (ROOT / "pipedream2bw").rglob("*.py")}))
+def test_no_clause_of_a_docstring_is_long(room: Path) -> None:
+    for path in sorted(room.glob("*.py")):
+        for docstring in docstrings(path.read_text("utf-8")):
+            assert long_clauses(docstring) == [], path.name
