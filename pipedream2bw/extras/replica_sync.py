@@ -32,8 +32,8 @@ class ReplicaSync(Extension):
     """Lets pipelines on several sites train apart: DiLoCo (arXiv 2311.08105), by stages.
 
     A site is a pipeline with processes, data and an optimizer of its own, such as one ``torchrun``.
-    Every H batches each stage averages over the n sites how far it has come from its anchor A,
-    steps A by the outer optimizer and goes on from there:
+    Every H batches each stage averages over the n sites how far it has come from its anchor A.
+    It steps A by the outer optimizer and goes on from there:
 
         D = (1/n) * sum over the sites, in their order, of (A - W(t+1))
         A := outer(A, D),   W(t+1) := A,

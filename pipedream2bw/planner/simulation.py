@@ -92,7 +92,7 @@ class Simulation:
         return f"{self.in_words}\n\n{ranks}\nmicrobatches in flight by stage, at most: {most}"
 
     def _repr_html_(self) -> str:
-        return timeline_html(self.events, self.in_words)
+        return timeline_html(self.events, self.in_words, unit=" of the costs' unit")
 
 
 def simulate(
