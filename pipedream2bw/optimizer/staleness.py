@@ -227,8 +227,9 @@ def warn_of_delay(
     if beta1 <= _LOW_BETA1:
         name, schedule = type(optimizers[0]).__name__, session.schedule.name
         warnings.warn(
-            f'{name} with beta1 {beta1:g} under "{schedule}", whose gradients are late, ends at a '
-            "higher loss than without the delay; staleness=pipedream2bw.ErrorFeedback() makes up "
-            "for half of that or more: docs/which_optimizer.md",
+            f'{name} with beta1 {beta1:g}, schedule: "{schedule}": its gradients are late, and the '
+            "loss ends higher than without the delay. PipelineOptimizer(..., "
+            "staleness=pipedream2bw.ErrorFeedback()) makes up for half of that or more; a "
+            'PipelineTrainer takes it as pipeline_optimizer={"staleness": ...}',
             stacklevel=stacklevel + 1,
         )

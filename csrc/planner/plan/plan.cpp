@@ -179,9 +179,9 @@ double in_gib_rounded_up(double bytes) {
                                 ? detail::concat(least / kBytesPerGiB, " to ", most / kBytesPerGiB)
                                 : detail::concat(most / kBytesPerGiB);
   const std::string text = detail::concat(
-      "memory: ", given, " GiB: the model fits on no plan; nearest comes ",
-      to_string(found.candidate), ", which lacks ", enough - least / kBytesPerGiB,
-      " GiB: memory = ", enough, " GiB", least < most ? " of every device" : "", " would do",
+      "memory: ", given, " GiB: the model fits on no plan. The nearest one, ",
+      to_string(found.candidate), ", lacks ", enough - least / kBytesPerGiB, " GiB: memory=\"",
+      enough, "GiB\"", least < most ? " for every device" : "", " would do",
       problem.options.reserved > 0
           ? detail::concat(" (with the calibration's offset, ",
                            problem.options.reserved / kBytesPerGiB, " GiB of each device)")
