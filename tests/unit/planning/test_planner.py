@@ -357,10 +357,11 @@ def test_what_would_do_is_told_with_the_calibrations_offset() -> None:
         made_plan(memory="1.001GiB", calibration=calibration)
     plan = made_plan(memory=error.value.limit, calibration=calibration)
     assert 0.998 * error.value.limit <= plan.peak_bytes + calibration.offset <= error.value.limit
-    would_do = str(error.value).split("memory = ")[1].split(" GiB")[0]
-    plan = made_plan(memory=f"{would_do}GiB", calibration=calibration)
-    assert plan.peak_bytes + calibration.offset <= float(would_do) * 2**30
-    with pytest.raises(ValueError, match=r"recompute blocks, .* GiB would do \(with the .*offset"):
+    would_do = str(error.value).split('memory="')[1].split('"')[0]
+    plan = made_plan(memory=would_do, calibration=calibration)
+    most = float(would_do.removesuffix("GiB")) * 2**30
+    assert plan.peak_bytes + calibration.offset <= most
+    with pytest.raises(ValueError, match=r'recompute blocks, .*GiB" would do \(with the .*offset'):
         made_plan(memory="1.001GiB", calibration=calibration, recompute=["blocks"])
 
 
