@@ -29,6 +29,16 @@ void bind_schedule_class(py::module_& module) {
       .def_readonly("num_stages", &Schedule::num_stages)
       .def_readonly("num_microbatches", &Schedule::num_microbatches)
       .def_readonly("delay", &Schedule::delay)
+      .def_property_readonly("late_forwards",
+                             [](const Schedule& self) {
+                               py::tuple late(self.num_stages);
+                               for (int i = 0; i < self.num_stages; ++i) {
+                                 late[i] = !self.late_forwards.empty() ? self.late_forwards[i]
+                                           : self.delay[i] > 0         ? self.num_microbatches
+                                                                       : 0;
+                               }
+                               return late;
+                             })
       .def_readonly("placement", &Schedule::placement)
       .def_readonly("num_versions", &Schedule::num_versions)
       .def_property_readonly("depth", &Schedule::depth)

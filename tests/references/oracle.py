@@ -4,7 +4,8 @@
 
 A delay of 1 is PipeDream-2BW (arXiv 2006.09503, section 3.1), 0 plain gradient accumulation. With
 PipeDream's weight stashing (arXiv 1806.03377) every parameter has its stage's delay. In a warm-up
-of n batches g(t) is the gradient at W(t), afterwards at W(max(t - delay, n - 1)). With two
+of n batches g(t) is the gradient at W(t), afterwards at W(max(t - delay, n - 1)). Of a batch's
+microbatches only a parameter's first ones may read that version, the others W(t). With two
 pipelines (arXiv 2107.06925) each has half of the microbatches and g(t) is one's sum plus the
 other's. Several train_steps may be one batch: g(t) is the mean of theirs, or their sum. A batch of
 fewer rows than microbatches has fewer of these, which are shared out among the pipelines. This file
@@ -62,6 +63,7 @@ class Oracle:
         replicated: Sequence[str] = (),
         num_pipelines: int = 1,
         warmup_batches: int = 0,
+        late: Sequence[int] | None = None,
         drawing: Drawing = lambda train_step, microbatch: contextlib.nullcontext(),
     ) -> None:
         self.model = model
@@ -72,6 +74,7 @@ class Oracle:
         num_parameters = len(self.parameters)
         self.delays = [delay] * num_parameters if isinstance(delay, int) else list(delay)
         assert len(self.delays) == num_parameters
+        self.late = late
         self.loss_reduction = loss_reduction
         self.replicated = replicated
         self.num_pipelines = num_pipelines
@@ -108,18 +111,13 @@ class Oracle:
         if self.warmup_left > 0:
             self.warmup_left -= 1
             self.versions = [newest]
-        self._show(
-            [
-                self.versions[max(len(self.versions) - 1 - delay, 0)][i]
-                for i, delay in enumerate(self.delays)
-            ]
-        )
+        self._show_for(0)
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[list[float]] = []
         sums: list[list[torch.Tensor | None]] = [
             [None for _ in self.parameters] for _ in range(self.num_pipelines * len(steps[0]))
         ]
-        for batches in steps:
+        for step, batches in enumerate(steps):
             numbers = self._numbers(len(batches))
             parts = [self._microbatches(*each) for each in zip(batches, numbers, strict=True)]
             is_one_batch = not isinstance(self.num_microbatches, int) or normalizer is not None
@@ -135,6 +133,8 @@ class Oracle:
                 for (pipeline, place), microbatch in zip(places, part, strict=True):
                     number = sum(numbers[:replica]) + place  # among those of all replicas
                     mine = sums[replica * self.num_pipelines + pipeline]
+                    if self.late is not None:
+                        self._show_for(step * numbers[replica] + place)
                     self._set_gradients(mine)
                     with self.drawing(self.num_train_steps, number):
                         loss = self._scaled_loss(microbatch, sizes[replica])
@@ -155,6 +155,14 @@ class Oracle:
         self.optimizer.step()
         self.versions = [*self.versions, self._weights()][-max(self.delays) - 1 :]
         return losses
+
+    def _show_for(self, microbatch: int) -> None:
+        """Makes each parameter's the version that this microbatch of the batch reads."""
+        late = [microbatch + 1] * len(self.delays) if self.late is None else self.late
+        delays = [d if microbatch < n else 0 for d, n in zip(self.delays, late, strict=True)]
+        self._show(
+            [self.versions[max(len(self.versions) - 1 - d, 0)][i] for i, d in enumerate(delays)]
+        )
 
     def _scaled_loss(self, microbatch: Batch, sizes: Sequence[int]) -> torch.Tensor:
         """The loss of one microbatch, weighted by its share of the rows of all these."""

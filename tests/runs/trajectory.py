@@ -181,16 +181,24 @@ def by_oracle(
     schedule: str = "2bw",
     model: nn.Module | None = None,
     delay_of: Mapping[str, int] | None = None,
+    late_of: Mapping[str, int] | None = None,
     accumulate: int = 1,
     **options: Any,
 ) -> Trajectory:
-    """``delay_of``: under "pipedream", of each parameter. ``accumulate`` divides the batches."""
+    """``accumulate`` divides the batches.
+
+    Args:
+        delay_of: under "pipedream", of each parameter.
+        late_of: how many forwards of a batch read the old version of each parameter; None: all.
+    """
     model = whole(task.model()) if model is None else model
     optimizer = make_optimizer(model.parameters())
     delay: int | list[int] = int("2bw" in schedule)
     if schedule == "pipedream":
         assert delay_of is not None
         delay = [delay_of[name] for name, _ in model.named_parameters()]
+    if late_of is not None:
+        options["late"] = [late_of[name] for name, _ in model.named_parameters()]
     if "chimera" in schedule:
         options["num_pipelines"] = 2
     options.setdefault("drawing", drawing)

@@ -105,6 +105,9 @@ struct Schedule {
   // Per stage: batch t reads weight version max(t - delay, 0), version t + 1 is made by batch t's
   // update.
   std::vector<int> delay;
+  // Per stage: so many forwards of a batch are late and read that version. The others read W(t),
+  // which must be there. Empty: all are late.
+  std::vector<int> late_forwards;
   std::vector<int> placement;     // stage -> rank
   std::vector<int> num_versions;  // per stage: weight versions kept, version v in slot v mod this
   std::vector<RankActions> ranks;
@@ -113,6 +116,11 @@ struct Schedule {
   int depth() const { return num_stages / num_pipelines; }
   bool has_one_delay() const {
     return std::ranges::adjacent_find(delay, std::not_equal_to()) == delay.end();
+  }
+  // By how much the version that a forward reads is behind its batch. `microbatch`: its number in
+  // the batch.
+  int delay_of(int stage, int microbatch) const {
+    return late_forwards.empty() || microbatch < late_forwards[stage] ? delay[stage] : 0;
   }
   bool is_first(int stage) const { return stage % depth() == 0; }
   bool is_last(int stage) const { return stage % depth() == depth() - 1; }
@@ -144,6 +152,7 @@ int max_in_flight(const Schedule& schedule, int stage);
 //   stages: 2
 //   microbatches: 2
 //   delay: 1                   (one per stage, or one for all)
+//   late: 2,1                  (late_forwards; may be left out)
 //   placement: 0,1
 //   versions: 2,2
 //   [prologue]

@@ -204,8 +204,8 @@ class Header {
   }
 
  private:
-  static constexpr std::array<std::string_view, 7> kKeys = {
-      "name", "pipelines", "stages", "microbatches", "delay", "placement", "versions"};
+  static constexpr std::array<std::string_view, 8> kKeys = {
+      "name", "pipelines", "stages", "microbatches", "delay", "late", "placement", "versions"};
 
   void add(const Token& line) {
     const std::size_t colon = line.text.find(':');
@@ -215,7 +215,7 @@ class Header {
         Token{line.text.substr(colon + 1), line.line, line.column + static_cast<int>(colon) + 1}
             .trimmed();
     if (std::find(kKeys.begin(), kKeys.end(), key.text) == kKeys.end()) {
-      key.fail("one of name, pipelines, stages, microbatches, delay, placement, versions");
+      key.fail("one of name, pipelines, stages, microbatches, delay, late, placement, versions");
     }
     if (!values_.emplace(key.text, value).second) key.fail("each key once");
   }
@@ -235,6 +235,7 @@ Schedule parse_sections(const std::vector<Token>& lines) {
   schedule.num_stages = parse_number(header.value("stages"));
   schedule.num_microbatches = parse_number(header.value("microbatches"));
   schedule.delay = parse_numbers(header.value("delay"));
+  if (header.has("late")) schedule.late_forwards = parse_numbers(header.value("late"));
   schedule.placement = parse_numbers(header.value("placement"));
   if (schedule.delay.size() == 1) {
     schedule.delay.resize(schedule.placement.size(), schedule.delay.front());
@@ -299,9 +300,12 @@ std::string to_text(const Schedule& schedule) {
       schedule.delay.size() == schedule.placement.size() && schedule.has_one_delay();
   const std::string pipelines =
       schedule.num_pipelines == 1 ? "" : detail::concat("\npipelines: ", schedule.num_pipelines);
+  const std::string late = schedule.late_forwards.empty()
+                               ? ""
+                               : detail::concat("\nlate: ", joined(schedule.late_forwards, number));
   return detail::concat("name: ", schedule.name, pipelines, "\nstages: ", schedule.num_stages,
                         "\nmicrobatches: ", schedule.num_microbatches,
-                        "\ndelay: ", joined(all_equal ? one_delay : schedule.delay, number),
+                        "\ndelay: ", joined(all_equal ? one_delay : schedule.delay, number), late,
                         "\nplacement: ", joined(schedule.placement, number),
                         "\nversions: ", joined(schedule.num_versions, number), "\n",
                         section_text(kSections[0], schedule.ranks, &RankActions::prologue),

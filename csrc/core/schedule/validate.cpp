@@ -65,6 +65,16 @@ void check_sizes(const Schedule& schedule) {
   check_size("placement", schedule.placement.size(), d);
   check_size("delay", schedule.delay.size(), d);
   for (const int delay : schedule.delay) check_least("delay", delay, 0);
+  if (!schedule.late_forwards.empty()) {
+    check_size("late_forwards", schedule.late_forwards.size(), d);
+    for (int stage = 0; stage < d; ++stage) {
+      const int late = schedule.late_forwards[stage];
+      const int most = schedule.delay[stage] > 0 ? schedule.num_microbatches : 0;
+      check(late >= 0 && late <= most, schedule, kSizes, "late_forwards of stage ", stage, ", of ",
+            schedule.num_microbatches, " microbatches and delay ", schedule.delay[stage],
+            ": expected 0 to ", most, ", found ", late);
+    }
+  }
   check_size("num_versions", schedule.num_versions.size(), d);
   for (const int versions : schedule.num_versions) check_least("num_versions", versions, 1);
 
@@ -79,6 +89,10 @@ void check_sizes(const Schedule& schedule) {
     check(schedule.placement[stage] != schedule.placement[twin], schedule, kSizes,
           "the two copies of a stage are on two ranks: expected stages ", stage, " and ", twin,
           " on different ranks, found both on rank ", schedule.placement[stage]);
+    check(schedule.late_forwards.empty() ||
+              schedule.late_forwards[stage] == schedule.late_forwards[twin],
+          schedule, kSizes, "the two copies of a stage have equal late_forwards: stages ", stage,
+          " and ", twin);
     check(schedule.delay[stage] == schedule.delay[twin], schedule, kSizes,
           "the two copies of a stage have one delay: expected ", schedule.delay[stage],
           " of stage ", twin, " as of stage ", stage, ", found ", schedule.delay[twin]);
@@ -163,8 +177,9 @@ class RangeCheck {
 
  private:
   int batch(std::int64_t microbatch) const { return batch_of(microbatch, m_); }
-  int version_read(int stage, int batch) const {
-    return std::max(batch - schedule_.delay[stage], 0);
+  int version_read(int stage, std::int64_t microbatch) const {
+    const int late = schedule_.delay_of(stage, static_cast<int>(microbatch % m_));
+    return std::max(batch(microbatch) - late, 0);
   }
 
   std::string place(std::int64_t microbatch) const { return pd2::place(microbatch, m_); }
@@ -241,7 +256,7 @@ class RangeCheck {
 
   void check_forward(const Step& step, const Progress& progress) const {
     check_next(step, progress.forwards, "a stage's forwards are in microbatch order");
-    const int version = version_read(step.stage, batch(step.microbatch));
+    const int version = version_read(step.stage, step.microbatch);
     const int newest = progress.newest_version;
     if (newest >= version) return;
     fail(schedule_, kWeightVersions, {{step.cell}},

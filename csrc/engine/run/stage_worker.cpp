@@ -47,6 +47,12 @@ std::int64_t StageWorker::version_of_batch(std::int64_t batch) const {
                   std::min(batch, setup_.warmup_batches - 1));
 }
 
+std::int64_t StageWorker::version_of(const Run& run, int microbatch) const {
+  const int before = run.begins_batch ? 0 : setup_.schedule.num_microbatches;
+  const bool is_late = setup_.schedule.delay_of(mine_.index, before + microbatch) > 0;
+  return is_late ? version_of_batch(run.batch) : stage_->versions().version_of_batch(run.batch, 0);
+}
+
 void StageWorker::expect_values(const Run& run, int num_microbatches) {
   for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
     for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
@@ -195,7 +201,7 @@ void StageWorker::hand_over_loss(const Run& run) {
 
 void StageWorker::finish_updates_before(ActionKind kind, const Run& run, int microbatch) {
   const bool reads_or_updates = kind == ActionKind::kForward
-                                    ? version_of_batch(run.batch) > stage_->versions().newest()
+                                    ? version_of(run, microbatch) > stage_->versions().newest()
                                     : kind == ActionKind::kUpdate && run.ends_batch;
   // The next batch's sums begin in its last backward, when replicas have exchanged their shares.
   const bool lets_sums_begin = (kind == ActionKind::kBackward || kind == ActionKind::kWeightGrad) &&
@@ -280,7 +286,7 @@ void StageWorker::forward_present(const Run& run, int microbatch) {
 
 std::optional<ForwardResult> StageWorker::compute(const Run& run, int microbatch, ForwardCall call,
                                                   InFlight& in_flight) {
-  const std::int64_t version = version_of_batch(run.batch);
+  const std::int64_t version = version_of(run, microbatch);
   if (version > stage_->versions().newest()) {
     updates_.finish();
     if (is_discarded(run)) {  // the version was not made
@@ -293,7 +299,8 @@ std::optional<ForwardResult> StageWorker::compute(const Run& run, int microbatch
   stage_->versions().pin(version);
   in_flight.version = version;
   call.slot = stage_->versions().slot(version);
-  in_flight.loss_scale = updates_.scale_losses(run.id, run.begins_batch, version);
+  in_flight.loss_scale =
+      updates_.scale_losses(run.id, run.begins_batch, version_of_batch(run.batch));
   call.loss_scale = in_flight.loss_scale;
   in_flight.random_key = random_key(run, microbatch);
   std::int64_t bytes = 0;
@@ -436,7 +443,7 @@ bool StageWorker::skips_backward(ActionKind kind, const Run& run, int microbatch
     return false;
   }
   if (!is_discarded(run) && !is_absent(run, microbatch)) {
-    callbacks_.log.end(begin(kind, run.id, microbatch, version_of_batch(run.batch)));
+    callbacks_.log.end(begin(kind, run.id, microbatch, version_of(run, microbatch)));
   }
   return true;
 }

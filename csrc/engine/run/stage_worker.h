@@ -54,9 +54,12 @@ class StageWorker {
   const StageStreams& streams() const { return stage_->streams(); }
   // The number in the run of the stage's first microbatch: each of two pipelines has a part.
   int first_microbatch() const { return first_microbatch_; }
-  // The version that the batch's microbatches read: v(t) = t in the warm-up of n batches, then
+  // The version that the batch's late forwards read: v(t) = t in the warm-up of n batches, then
   // max(t - delay, n - 1), so that batch n need not wait for the update of the one before.
   std::int64_t version_of_batch(std::int64_t batch) const;
+  // The one that this microbatch reads: that, or W(t). Of a batch of several runs the first one's
+  // forwards are the first.
+  std::int64_t version_of(const Run& run, int microbatch) const;
 
   // From the submitting thread, before the first run that uses it.
   void set_wiring(int id, Wiring wiring) { wirings_.set(id, std::move(wiring)); }

@@ -44,6 +44,7 @@ TEST(ScheduleText, RoundTripsWhatIsNotLegal) {
   schedule.name = "of my own: with [brackets]";
   schedule.num_stages = -3;
   schedule.delay = {7, -2};
+  schedule.late_forwards = {0, 9};
   schedule.placement = {1, -1};
   schedule.ranks = {{{}, {{3, ActionKind::kInputGrad, -9}}, {}}, {}};
   EXPECT_EQ(from_text(to_text(schedule)), schedule);
@@ -147,10 +148,10 @@ TEST(ScheduleText, HeaderErrorsNameLineAndColumn) {
             "line 2, column 9: expected a whole number, found \"two\"");
   EXPECT_EQ(text_error(replaced(kTwoStages, "placement: 0,1", "placement: 0, ,1")),
             "line 5, column 14: expected a whole number, found nothing");
-  EXPECT_EQ(
-      text_error(replaced(kTwoStages, "delay", "  dellay")),
-      "line 4, column 3: expected one of name, pipelines, stages, microbatches, delay, placement, "
-      "versions, found \"dellay\"");
+  EXPECT_EQ(text_error(replaced(kTwoStages, "delay", "  dellay")),
+            "line 4, column 3: expected one of name, pipelines, stages, microbatches, delay, late, "
+            "placement, "
+            "versions, found \"dellay\"");
   EXPECT_EQ(text_error(replaced(kTwoStages, "delay: 1", "stages: 2")),
             "line 4, column 1: expected each key once, found \"stages\"");
   EXPECT_EQ(text_error(replaced(kTwoStages, "delay: 1\n", "")),

@@ -291,7 +291,7 @@ TEST(Plan, AModelThatDoesNotFitIsToldWhatWouldDo) {
     problem.options.recompute = ways[round % 4];
     if (!best_plans_exhaustively(problem).empty()) continue;
     const std::string error = value_error([&] { best_plans(problem); });
-    const std::string before = "memory = ";
+    const std::string before = "memory=\"";
     const std::size_t place = error.find(before);
     if (place == std::string::npos) {
       EXPECT_NE(error.find("no width, microbatch size and schedule"), std::string::npos) << error;
