@@ -31,11 +31,9 @@ void bind_schedule_class(py::module_& module) {
       .def_readonly("delay", &Schedule::delay)
       .def_property_readonly("late_forwards",
                              [](const Schedule& self) {
-                               py::tuple late(self.num_stages);
-                               for (int i = 0; i < self.num_stages; ++i) {
-                                 late[i] = !self.late_forwards.empty() ? self.late_forwards[i]
-                                           : self.delay[i] > 0         ? self.num_microbatches
-                                                                       : 0;
+                               std::vector<int> late = self.late_forwards;
+                               for (std::size_t i = late.size(); i < self.delay.size(); ++i) {
+                                 late.push_back(self.delay[i] > 0 ? self.num_microbatches : 0);
                                }
                                return late;
                              })

@@ -128,10 +128,10 @@ def test_late_forwards_take_no_memory_more() -> None:
 
 def test_what_a_schedule_says_of_them() -> None:
     schedule = with_late_forwards([3, 2, 1], 4)
-    assert schedule.late_forwards == (3, 2, 1)
+    assert schedule.late_forwards == [3, 2, 1]
     assert pd2.load_schedule(str(schedule)) == schedule
-    assert pd2.make_schedule("2bw", 3, 4).late_forwards == (4, 4, 4)
-    assert pd2.make_schedule("1f1b", 3, 4).late_forwards == (0, 0, 0)
+    assert pd2.make_schedule("2bw", 3, 4).late_forwards == [4, 4, 4]
+    assert pd2.make_schedule("1f1b", 3, 4).late_forwards == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
