@@ -138,7 +138,8 @@ def explained(root: nn.Module, captured: Captured, error: Exception) -> Captured
             clone(*args, **kwargs)
     except Exception as refusal:
         raise ValueError(
-            f"the model refuses the example arguments: {reason_of(refusal)}"
+            f"the model refuses the example arguments: {reason_of(refusal)}. Give example_args and "
+            "example_kwargs of a call that the model takes, with as many rows as a microbatch"
         ) from refusal
     note = f"costs of {', '.join(captured.found.unknown)} are guessed: {reason_of(error)}"
     return dataclasses.replace(captured, notes=(*captured.notes, note))

@@ -110,7 +110,10 @@ def checkpoints(folder: Folder, step: int | None = None) -> list[str]:
     """
     names = look(folder).checkpoints
     if not names:
-        raise ValueError(f"{folder.path}: no checkpoint, or no such folder: it must have 1 or more")
+        raise ValueError(
+            f"{folder.path}: no checkpoint, or no such folder. Give a folder that a Checkpointer "
+            "or pd2.save() has written to"
+        )
     of_step = [name for name in names if step in (None, step_of(name))]
     if not of_step:
         known = ", ".join(map(str, dict.fromkeys(map(step_of, names))))

@@ -342,13 +342,14 @@ class _Prepared:
         is_left_out = is_alone and not mine.schedulers
         if not is_left_out and len(schedulers) != len(mine.schedulers):
             raise ValueError(
-                f"schedulers: {len(mine.schedulers)}, the checkpoint has {len(schedulers)}"
+                f"schedulers: {len(mine.schedulers)}, the checkpoint has {len(schedulers)}. Give "
+                "schedulers= as when it was saved"
             )
         is_left_out = is_alone and mine.data is None
         if not is_left_out and (data is None) != (mine.data is None):
             raise ValueError(
                 f"data: {'None' if mine.data is None else 'given'}, the checkpoint was saved "
-                f"{'without' if data is None else 'with'} it"
+                f"{'without' if data is None else 'with'} it. Give data= as when it was saved"
             )
         for name in mine.extra:
             if name not in self._extra and not name.startswith(OUR_EXTRA):

@@ -25,7 +25,7 @@ class ResumableSampler(Sampler[list[int]]):
     ``shuffle`` alone, so another number of replicas goes on with the same ones.
 
     >>> sampler = pd2.ResumableSampler(len(dataset), batch=64)
-    >>> for epoch in range(3):
+    >>> while sampler.epoch < 3:
     ...     for x, y in DataLoader(dataset, batch_sampler=sampler):
     ...         loss = pipe.train_step(x, target=y)
     ...         opt.step()

@@ -144,9 +144,11 @@ class Ending:
         reason = "the program ended"
         if error is not None:
             reason += f" with {type(error).__name__}: {error}"
-        elif not (self._control.fault.raised or self._stages.joint_updates.need_later_batches):
-            with contextlib.suppress(Exception):
-                self.finish_submitted()
+        else:
+            reason += ". Make the same calls on every rank"
+            if not (self._control.fault.raised or self._stages.joint_updates.need_later_batches):
+                with contextlib.suppress(Exception):
+                    self.finish_submitted()
         with contextlib.suppress(Exception):
             self.abort(reason, kind=PeerLost, error=error)
 

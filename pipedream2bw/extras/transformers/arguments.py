@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -51,6 +52,7 @@ _OURS = {
     "profile": "give num_stages, schedule and split",
     "mesh": "processes are arranged by num_stages and width",
 }
+_KNOWN = frozenset(inspect.signature(pd2.PipelineModule).parameters)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,11 @@ def _arrangement_of(args: TrainingArguments, pipeline: Mapping[str, Any]) -> Arr
     for name, reason in _OURS.items():
         if name in pipeline:
             raise ValueError(f"pipeline: {name}: {pipeline[name]!r} given: {reason}")
+    if unknown := pipeline.keys() - _KNOWN:
+        raise ValueError(
+            f"pipeline: {', '.join(sorted(unknown))}: PipelineModule has no such option. Give the "
+            "names of docs/reference/options.md, such as num_stages"
+        )
     num_stages, per_rank = pipeline.get("num_stages"), pipeline.get("stages_per_rank") or 1
     if not isinstance(num_stages, int) or not isinstance(per_rank, int) or num_stages % per_rank:
         raise ValueError(
@@ -172,8 +179,8 @@ def _check_number(args: TrainingArguments, num_stages: int, pipeline: Mapping[st
         pd2.make_schedule(schedule, **sizes)
     except ValueError as error:
         raise ValueError(
-            f"gradient_accumulation_steps: {m}, it is the number of microbatches: {error}; for the "
-            "same batch divide per_device_train_batch_size by what you multiply it with"
+            f"gradient_accumulation_steps: {m}, it is the number of microbatches: {error}. Raise "
+            "it, and lower per_device_train_batch_size so that their product stays"
         ) from None
 
 

@@ -56,8 +56,12 @@ def test_what_does_not_fit_is_refused_with_both_values_and_changes_nothing(
     refused("random: 'torch', the checkpoint has 'keyed'", random="torch")
     remedy = pd2.ErrorFeedback()
     refused(r"staleness: .ErrorFeedback.*, the checkpoint has \[\]", staleness=remedy)
-    refused("data: given, the checkpoint was saved without", beside={"data": Keeper()})
-    refused("schedulers: 1, the checkpoint has 0", beside={"schedulers": [Keeper()]})
+    refused(
+        "data: given, the checkpoint was saved without it. Give data=", beside={"data": Keeper()}
+    )
+    refused(
+        "schedulers: 1, the checkpoint has 0. Give schedulers=", beside={"schedulers": [Keeper()]}
+    )
     refused("extra: 'ema' given, the checkpoint has none", beside={"extra": {"ema": Keeper()}})
     refused("data: int given", TypeError, beside={"data": 3})
 

@@ -88,12 +88,16 @@ def test_other_ways_to_distribute_are_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ({"num_stages": 8}, "gradient_accumulation_steps: 4, .*num_microbatches: 4"),
+        (
+            {"num_stages": 8},
+            "gradient_accumulation_steps: 4, .*num_microbatches: 4.* Raise it, and",
+        ),
         ({**TWO, "num_microbatches": 2}, "num_microbatches: 2 given: gradient_accumulation_steps"),
         ({**TWO, "normalizer": True}, "normalizer: True given: the Trainer counts"),
         ({"num_stages": "auto"}, "num_stages: 'auto', stages_per_rank: 1"),
         ({"num_stages": 3, "stages_per_rank": 2}, "num_stages: 3, stages_per_rank: 2"),
         ({}, "num_stages: None"),
+        ({"stages": 2}, "pipeline: stages: PipelineModule has no such option. Give the names"),
         ({**TWO, "width": 2}, "processes: 1, num_stages: 2, .*width: 2: 2 processes are needed"),
     ],
 )
