@@ -204,18 +204,23 @@ def _show(given: argparse.Namespace) -> None:
         print(
             f"schedule {settings.schedule}, {settings.num_stages} stages on {settings.num_ranks} "
             f"ranks, width {settings.width}, {settings.num_microbatches} microbatches, "
-            f"{settings.precision}, torch {settings.torch}"
+            f"precision {settings.precision}, torch {settings.torch}"
         )
         print(f"random seed: {manifest.random_seed}, trained parameters: {len(manifest.trainable)}")
     for optimizer in optimizers:
         for group in optimizer["groups"]:
-            options = ", ".join(f"{key}={value}" for key, value in group.items())
+            options = ", ".join(f"{key}={_plain(value)}" for key, value in group.items())
             print(f"{optimizer['kind']}: {options}")
     for name, first in manifest.tied.items():
         print(f"{name} is {first}")
     rows = [(name, dtype, str(shape), file) for name, dtype, shape, file in tensors]
     title = f"{len(rows)} tensors, {format_bytes(manifest.nbytes)}"
     print(table(title, ("name", "dtype", "shape", "file"), rows))
+
+
+def _plain(value: Any) -> Any:
+    """An option without the manifest's word for a tuple."""
+    return tuple(value["$tuple"]) if isinstance(value, dict) and "$tuple" in value else value
 
 
 def _export(given: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ from ...pictures.text import draw_text
 from ...pictures.timeline import draw_timeline
 from ...pictures.trace import read_events, write_events, write_trace
 from ...schedules.events import Event
-from ...table import table
 from ..simulation import simulate
 from .options import Options
 
@@ -189,5 +188,6 @@ def _list_schedules(given: argparse.Namespace) -> None:
             ]
         )
         return
-    rows = [(method.name, "; ".join(method.size_rules)) for method in _C.schedule_methods()]
-    print(table("sizes that the schedules need", ("schedule", "rules"), rows))
+    print(f"sizes that the schedules need\n{'schedule':<25}rules")
+    for method in _C.schedule_methods():  # rules are sentences: flush left
+        print(f"{method.name:<25}{'; '.join(method.size_rules)}")

@@ -172,7 +172,8 @@ def test_show_gives_the_manifest_and_every_tensor(
     out = called(capsys, "show", run.folder, "--step", 1)
     name = saved(run.folder, 1).name
     assert out.startswith(f"{name}: 1 optimizer steps, 1 train_steps\nschedule 2bw, 2 stages")
-    assert "AdamW: lr=0.01" in out
+    assert "precision None, torch" in out
+    assert "AdamW: lr=0.01, betas=(0.9, 0.999), " in out
     assert "4.weight is 0.weight" in out
     lines = {" ".join(line.split()) for line in out.splitlines()}
     assert "0.weight float32 [6, 6] model-00001-of-00001.safetensors" in lines
