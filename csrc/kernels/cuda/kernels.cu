@@ -42,9 +42,9 @@ void check(cudaError_t error, const char* what) {
 
 // A block for each chunk: threads that wait for their first numbers are then always few of many.
 template <typename... Arguments>
-void launch(void (*kernel)(Arguments...), int threads, std::int64_t blocks, void* stream,
+void launch(void (*kernel)(Arguments...), std::int64_t blocks, void* stream,
             const Arguments&... arguments) {
-  kernel<<<static_cast<unsigned int>(std::max<std::int64_t>(blocks, 1)), threads, 0,
+  kernel<<<static_cast<unsigned int>(std::max<std::int64_t>(blocks, 1)), kThreads, 0,
            static_cast<cudaStream_t>(stream)>>>(arguments...);
   check(cudaGetLastError(), "optimizer kernel");
 }
@@ -52,15 +52,15 @@ void launch(void (*kernel)(Arguments...), int threads, std::int64_t blocks, void
 void launch_step(const StepLaunch& given, void* stream) {
   visit_step(given,
              [&]<typename Arrays, typename Step>(const Arrays& arrays, std::type_identity<Step>) {
-               launch(step_kernel<Step, Arrays>, kThreads, given.num_chunks, stream, arrays);
+               launch(step_kernel<Step, Arrays>, given.num_chunks, stream, arrays);
              });
 }
 
 void launch_norms(const NormLaunch& given, void* stream) {
   visit_norm(given, [&]<NormKind kKind, typename T>(std::integral_constant<NormKind, kKind>,
                                                     std::type_identity<T>) {
-    launch(sum_kernel<kKind, T>, kThreads, given.num_chunks, stream, given);
-    launch(finish_kernel<kKind, T>, kThreads, given.num_arrays, stream, given);
+    launch(sum_kernel<kKind, T>, given.num_chunks, stream, given);
+    launch(finish_kernel<kKind, T>, given.num_arrays, stream, given);
   });
 }
 
