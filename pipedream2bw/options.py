@@ -46,6 +46,13 @@ def _check_optimizer_device(name: str, value: object) -> None:
         raise ValueError(f"{name}: {str(value)!r}, known: 'cpu', and None for each stage's own")
 
 
+def _check_update_slots(name: str, value: object) -> None:
+    if isinstance(value, str):
+        one_of("auto").check(name, value)
+    elif value is not None:
+        whole_number(at_least=1).check(name, value)
+
+
 # ruff: noqa: RUF009  # option() makes a field, as dataclasses.field() does
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -56,6 +63,9 @@ class Options:
     num_microbatches: int | Sequence[int] | None = option(saved=True, examples=([2],))
     schedule: str | os.PathLike[str] | Schedule | None = option(saved=True)
     stages_per_rank: int | None = option()
+    update_slots: int | str | None = option(
+        None, Kind("an int, at least 1, 'auto' or None", _check_update_slots, (1,)), saved=True
+    )
     example_args: Sequence[Any] = option(
         (), instance("a tuple of the positional arguments: (x,) for one", tuple, list), agreed=False
     )
@@ -170,6 +180,10 @@ gradient_dtype: given, precision: not 'bf16' |
     => give that, or leave out gradient_dtype
 autocast: given, device: without autocast |
     torch has none there => give precision= in place of it
+update_slots: given, schedule: of another delay than 1 |
+    an update is hidden behind forwards that are a batch late => choose '2bw_fresh', or such a one
+update_slots: given, late forwards of one's own: True |
+    the schedule states which forwards are late => leave out one of them
 devices: given, processes: above 1 |
     with one process per stage the process's device is the model's => move the model there instead
 """,

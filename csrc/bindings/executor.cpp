@@ -175,6 +175,7 @@ void bind_making(ExecutorClass& executor) {
             self.plan_receives(wiring, stage_edges, joint);
           },
           py::kw_only(), py::arg("wiring"), py::arg("edges"), py::arg("joint"))
+      .def("set_late_forwards", &Executor::set_late_forwards, py::arg("late"))
       .def("set_verdicts", &Executor::set_verdicts, py::arg("verdicts").none(true),
            py::call_guard<py::gil_scoped_release>())
       .def("take_back", &Executor::take_back, py::arg("batch"), py::arg("run"),

@@ -2,6 +2,7 @@
 #include "bindings/bindings.h"
 #include "core/schedule/generate.h"
 #include "core/schedule/global_updates.h"
+#include "core/schedule/late_forwards.h"
 #include "core/schedule/methods.h"
 #include "core/schedule/unroll.h"
 #include "core/schedule/v_shape.h"
@@ -22,21 +23,42 @@
 namespace pd2 {
 namespace {
 
+void bind_late_forwards(py::class_<Schedule>& schedule) {
+  schedule
+      .def(
+          "with_late_forwards",
+          [](Schedule self, std::vector<int> late) {
+            self.late_forwards = std::move(late);
+            validate(self);
+            return self;
+          },
+          py::arg("late"))
+      .def(
+          "late_for_slots",
+          [](const Schedule& self, int slots, std::vector<JointUpdate> joint, double backward) {
+            return late_forwards(self, update_of_slots(self, slots, std::move(joint), backward));
+          },
+          py::arg("slots"), py::arg("joint"), py::arg("backward") = 2)
+      .def(
+          "late_for_seconds",
+          [](const Schedule& self, std::vector<double> seconds, std::vector<JointUpdate> joint,
+             double forward, double backward) {
+            return late_forwards(self, {std::move(seconds), std::move(joint), forward, backward});
+          },
+          py::kw_only(), py::arg("seconds"), py::arg("joint"), py::arg("forward"),
+          py::arg("backward"));
+}
+
 void bind_schedule_class(py::module_& module) {
-  py::class_<Schedule>(module, "Schedule")
-      .def_readonly("name", &Schedule::name)
+  py::class_<Schedule> schedule(module, "Schedule");
+  schedule.def_readonly("name", &Schedule::name)
       .def_readonly("num_pipelines", &Schedule::num_pipelines)
       .def_readonly("num_stages", &Schedule::num_stages)
       .def_readonly("num_microbatches", &Schedule::num_microbatches)
       .def_readonly("delay", &Schedule::delay)
-      .def_property_readonly("late_forwards",
-                             [](const Schedule& self) {
-                               std::vector<int> late = self.late_forwards;
-                               for (std::size_t i = late.size(); i < self.delay.size(); ++i) {
-                                 late.push_back(self.delay[i] > 0 ? self.num_microbatches : 0);
-                               }
-                               return late;
-                             })
+      .def_property_readonly("late_forwards", &Schedule::late_forwards_of_each)
+      .def_property_readonly("late_share", &Schedule::late_share)
+      .def_property_readonly("has_fresh_forwards", &Schedule::has_fresh_forwards)
       .def_readonly("placement", &Schedule::placement)
       .def_readonly("num_versions", &Schedule::num_versions)
       .def_property_readonly("depth", &Schedule::depth)
@@ -54,6 +76,7 @@ void bind_schedule_class(py::module_& module) {
       .def("__hash__", [](const Schedule& self) { return std::hash<std::string>()(to_text(self)); })
       .def_property_readonly("forward_batches_behind", &forward_batches_behind)
       .def("__str__", &to_text);
+  bind_late_forwards(schedule);
 }
 
 void bind_methods(py::module_& module) {
@@ -62,6 +85,7 @@ void bind_methods(py::module_& module) {
       .def_readonly("has_chunks", &ScheduleMethod::has_chunks)
       .def_property_readonly("is_v", &ScheduleMethod::is_v)
       .def_property_readonly("is_bidirectional", &ScheduleMethod::is_bidirectional)
+      .def_readonly("is_fresh", &ScheduleMethod::is_fresh)
       .def_readonly("is_planned", &ScheduleMethod::is_planned)
       .def_property_readonly("size_rules", &size_rules);
   module.def("schedule_methods", [] {

@@ -327,6 +327,12 @@ class _Prepared:
         )
         if opt is not None:
             opt.check_snapshot(self._shared)
+            if ("late_forwards" in self._shared) != session.has_fresh_forwards:
+                log.warning(
+                    "checkpoint %s has %s late forwards, the run has schedule %s: other forwards "
+                    "are late from here on",
+                    source.name, self._shared.get("late_forwards", "no"), session.schedule.name,
+                )  # fmt: skip
         # Whether each rank has generators of its own in the checkpoint.
         replicas = {each.replica for each in manifest.ranks}
         sizes = (session.control.size, session.grid.width)

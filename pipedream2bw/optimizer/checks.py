@@ -14,6 +14,7 @@ from ..rules import check_values, refuse, settings
 from ..runtime.extension import HOOKS, Extension, check_extensions, saved_by
 from ..runtime.session import Session, open_sessions
 from .fused import parameters_of
+from .late_forwards import check_tied
 from .options import EXCLUSIONS, OptimizerOptions, Stepping
 from .staleness import Remedies
 
@@ -35,6 +36,9 @@ def agreed_session_of(
         _check_rules(session, optimizers, given, list(extensions.values()))
         if options.needs_norm:
             session.schedule.check_global_updates()
+        if session.stages.options.update_slots is None and session.has_fresh_forwards:
+            check_tied(session)
+        given["staleness"].check_stages(session.schedule.depth)
         for extension in extensions.values():
             extension.check(session, given)
     except (ValueError, TypeError) as raised:

@@ -13,12 +13,12 @@ from .. import _C
 from ..ranks.operations import Operation, UpdatesMayWait
 from ..runtime.comm_hook import check_hooks
 from ..runtime.extension import OPTIMIZER, Extension, Update
-from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .checks import agreed_session_of, common_defaults
 from .clipping import GradNorm, install_clipping
 from .fused import fused_options, set_fused
+from .late_forwards import LateForwards
 from .loss_scale import LossScale, NewestScale
 from .options import OptimizerOptions
 from .own_step import changes, keep_from_zeroing, steps_in
@@ -87,11 +87,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
             remedies, session.schedule.delay, session.stages.options.pipeline.warmup_batches
         )
         given_extensions = options.all_extensions().values()
-        self.extensions: Sequence[Extension] = (self._step_remedies, *given_extensions)
         self.replica_sync = replica_sync
         with session.ending.failing_closes():
             session.drain()  # updates that were registered are the former optimizer's
             self._norm, self._scale = install_clipping(session, options)
+            slots = session.stages.options.update_slots
+            late = (LateForwards(session, slots),) if session.has_fresh_forwards else ()
+        self.extensions: Sequence[Extension] = (*late, self._step_remedies, *given_extensions)
         self._measures = max_grad_norm is not None
         super().__init__([{"params": []}], {})  # not theirs, to which it would add defaults
         self._wrapped = wrapped = Wrapped(session, optimizers)
@@ -141,6 +143,19 @@ class PipelineOptimizer(torch.optim.Optimizer):
             holders,
             keeps_bfloat16=self._step_remedies.keeps_bfloat16,
         )
+
+    def _late_share(self, stage: int) -> float:
+        """Of the last batch's forwards on the stage, those that the schedule has late.
+
+        In all replicas. Where others are fresh, the first of several train_steps alone has some.
+        """
+        session, schedule = self._session, self._session.schedule
+        if not schedule.has_fresh_forwards:
+            return 1.0
+        late = schedule.late_forwards[stage] * session.grid.width
+        equal = [schedule.num_microbatches] * session.grid.width
+        numbers = session.stages.options.microbatches_of_replicas or equal
+        return late / (sum(numbers) * session.accumulation.steps_in_batch)
 
     def _check_in_charge(self) -> None:
         if self._wrapped not in self._session.extensions.at(OPTIMIZER):
@@ -195,12 +210,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 steppers = [wrapped.steppers[number, stage.index] for number in changed]
                 for stepper, groups in zip(steppers, changed.values(), strict=True):
                     stepper.change(batch, groups)
-                update = Update(batch, stage.weights, _is_stale(stage, batch))
-                divisor = self._step_remedies.divisor(stage.index, batch)
+                share = self._late_share(stage.index)
+                is_stale = stage.executor.version_of_batch(stage.index, batch) < batch
+                update = Update(batch, stage.weights, share if is_stale else 0.0)
+                divisor = self._step_remedies.divisor(stage.index, batch, share)
                 stage.executor.submit_update(
                     stage=stage.index,
                     run=train_step,
-                    groups=self._step_remedies.fused_options(update, fused),
+                    groups=self._step_remedies.fused_options(update, divisor, fused),
                     step=steps_in(update, steppers, divisor, self.extensions),
                 )
             wrapped.stepped(batch, current)
@@ -321,16 +338,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return "\n".join(f"PipelineOptimizer({how[kind is None]})\n{opt!r}" for kind, opt in each)
 
 
-def _is_stale(stage: LocalStage, batch: int) -> bool:
-    return stage.executor.version_of_batch(stage.index, batch) < batch
-
-
 def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm: bool) -> None:
     """Makes updates wait for all stages where that takes neither time nor memory.
 
-    Under a schedule of one delay it takes no time. It takes no memory where the gradients have a
-    buffer to wait in: where all buffers take turns, or where the stages wait for the update. With a
-    norm they wait anyway. Every rank calls it, drained.
+    Under a schedule of one delay whose forwards are all late it takes no time. It takes no memory
+    where the gradients have a buffer to wait in: where all buffers take turns, or where the stages
+    wait for the update. With a norm they wait anyway. Every rank calls it, drained.
 
     Args:
         kinds: the fused pass of each optimizer; None: its own step.
@@ -339,11 +352,15 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
         ValueError: a gradient hook needs it, and the schedule could not go on.
     """
     engines = [stage.weights.engine for stage in session.stages]
-    is_free = session.schedule.has_one_delay and all(
-        engine.num_versions == 1
-        or engine.frees_gradients
-        or (None not in kinds and engine.num_slots > engine.num_versions)
-        for engine in engines
+    is_free = (
+        session.schedule.has_one_delay
+        and not session.has_fresh_forwards
+        and all(
+            engine.num_versions == 1
+            or engine.frees_gradients
+            or (None not in kinds and engine.num_slots > engine.num_versions)
+            for engine in engines
+        )
     )
     mine = has_norm or is_free
     with session.ending.failing_closes():

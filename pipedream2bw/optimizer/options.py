@@ -115,6 +115,8 @@ staleness: a discount, schedule: of several delays, tied parameters: some |
     => their stages must have one delay
 staleness: a discount, optimizer: without "lr" in a group |
     it divides learning rates => every group must have an "lr"
+staleness: a NesterovCorrection, fresh forwards: True |
+    it corrects steps whose gradients are all late => ErrorFeedback does
 staleness: a NesterovCorrection, loss_scale: given |
     it does not correct steps that may be left out => ErrorFeedback does
 staleness: a NesterovCorrection, precision: of 16 bits |

@@ -73,8 +73,10 @@ class SavedState:
 
     def init_state(self) -> None:
         """See :meth:`PipelineOptimizer.init_state`."""
+        remedies = self._remedies
         for extension in self._that_keep():
-            if extension is not self._remedies or self._remedies.remedies.correction is not None:
+            is_known = extension.is_known_before_steps
+            if not is_known and (extension is not remedies or remedies.remedies.correction):
                 raise ValueError(
                     f"init_state: {extension.name}: {extension}: its state cannot be known before "
                     "it is loaded; pipedream2bw.load() can load it"

@@ -27,12 +27,13 @@ class LearningRateDiscount:
 
         lr(t) / (1 + delay)^p(t),   p(t) = 1 - min(k / num_batches, 1)
 
-    k counts the batches since the warm-up, delay is the stage's. PipeMare divides by delay^p and
-    counts a delay of one batch where gradients are up to date; here that is 0, hence 1 + delay. For
-    ``"2bw"`` the learning rate begins at a half, which is what its analysis of a quadratic asks
-    for: gradient descent with delay d is stable up to (2 / L) sin(pi / (4 d + 2)), 1 / L instead of
-    2 / L. Under ``"pipedream"`` every stage has its own delay. ``param_groups`` keep the learning
-    rate as the user and the schedulers set it.
+    k counts the batches since the warm-up, delay is the stage's: the mean over a batch's forwards,
+    where some are fresh. PipeMare divides by delay^p and counts a delay of one batch where
+    gradients are up to date; here that is 0, hence 1 + delay. For ``"2bw"`` the learning rate
+    begins at a half, which is what its analysis of a quadratic asks for: gradient descent with
+    delay d is stable up to (2 / L) sin(pi / (4 d + 2)), 1 / L instead of 2 / L. Under
+    ``"pipedream"`` every stage has its own delay. ``param_groups`` keep the learning rate as the
+    user and the schedulers set it.
 
     Args:
         num_batches: after this many batches the discount ends.
@@ -40,7 +41,7 @@ class LearningRateDiscount:
 
     num_batches: int
 
-    def divisor(self, delay: int, batches: int) -> float:
+    def divisor(self, delay: float, batches: int) -> float:
         """The number by which a stage's learning rate is divided."""
         return float((1 + delay) ** (1 - min(batches / self.num_batches, 1)))
 
@@ -53,14 +54,15 @@ class LearningRateDiscount:
 class ErrorFeedback:
     """Makes up for each late step when its error is known (arXiv 2606.30634).
 
-        W(t+1) = W(t) + u(t) + coefficient * (u(t) - u(t-1))
+        W(t+1) = W(t) + u(t) + c * (u(t) - u(t-1))
 
-    u(t) is made of the gradient at W(t-1): what u(t-1) would have been without the delay, so that
-    u(t) - u(t-1) is the error of the step before. A batch without a delay (the first one, or in a
-    warm-up) has no error. With w(t) = W(t) - coefficient * u(t-1) it reads w(t+1) = w(t) + u(t).
-    These are plain steps of w, with gradients at weights that are predicted for the next batch:
-    w(t) + coefficient * (w(t) - w(t-1)). SpecTrain (arXiv 1809.02839) and linear weight prediction
-    (arXiv 2003.11666) do so, too.
+    c is ``coefficient`` times the share of the batch's forwards that are late on the stage: all,
+    but where some are fresh (``"2bw_fresh"``). u(t) is made of the gradient at W(t-1): what u(t-1)
+    would have been without the delay, so that u(t) - u(t-1) is the error of the step before. A
+    batch without a delay (the first one, or in a warm-up) has no error. With w(t) = W(t) - c *
+    u(t-1) it reads w(t+1) = w(t) + u(t). These are plain steps of w, with gradients at weights that
+    are predicted for the next batch: w(t) + c * (w(t) - w(t-1)). SpecTrain (arXiv 1809.02839) and
+    linear weight prediction (arXiv 2003.11666) do so, too.
 
     Works with every optimizer, in one fused pass with the step of SGD, Adam and AdamW. Where 16-bit
     weights have float32 masters, W(t) above is the master: of split ones what their two parts are
@@ -72,17 +74,19 @@ class ErrorFeedback:
     checkpoints save.
 
     Args:
-        coefficient: > 0.
+        coefficient: > 0; or one for each stage of the model.
         dtype: of the kept tensors: None, that of the steps, or ``torch.bfloat16``, which halves
             them. u(t-1) above is then rounded to it; w takes a random walk of these roundings, of
             2^-9 of a step at most each. Not with float64 weights.
     """
 
-    coefficient: float = 1.0
+    coefficient: float | Sequence[float] = 1.0
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", as_dtype(self.dtype))
+        if isinstance(self.coefficient, Sequence):
+            object.__setattr__(self, "coefficient", tuple(self.coefficient))
 
     def __repr__(self) -> str:
         # As it was before there was a dtype: checkpoints compare it.
@@ -94,18 +98,25 @@ class ErrorFeedback:
         """Whether what it keeps is rounded."""
         return self.dtype is not None
 
+    def of_stage(self, stage: int) -> float:
+        """The coefficient on a stage of the model."""
+        given = self.coefficient
+        return given[stage] if isinstance(given, Sequence) else given
+
     def correct(
-        self, step: torch.Tensor | None, kept: torch.Tensor | None, *, stale: bool
+        self, step: torch.Tensor | None, kept: torch.Tensor | None, factor: float
     ) -> Corrected:
-        """``step`` is None where there was no gradient."""
-        if step is None or not stale:
+        """``step`` is None where there was no gradient, or no forward was late."""
+        if step is None:
             return None, None
-        change = None if kept is None else (step - kept.to(step.dtype)) * self.coefficient
+        change = None if kept is None else (step - kept.to(step.dtype)) * factor
         return change, step if self.dtype is None else step.to(self.dtype)
 
     def check(self) -> None:
         """Raises TypeError or ValueError, naming the rule and the value."""
-        check_number("coefficient", self.coefficient, below=math.inf)
+        given = self.coefficient
+        for each in given if isinstance(given, Sequence) else (given,):
+            check_number("coefficient", each, below=math.inf)
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype: {self.dtype!r} given, it must be None or torch.bfloat16")
         if self.dtype not in (None, torch.bfloat16):
@@ -138,9 +149,7 @@ class NesterovCorrection:
         """Whether what it keeps is rounded."""
         return False
 
-    def correct(
-        self, step: torch.Tensor | None, kept: torch.Tensor | None, *, stale: bool
-    ) -> Corrected:
+    def correct(self, step: torch.Tensor | None, kept: torch.Tensor | None) -> Corrected:
         """``step`` is None where there was no gradient."""
         if step is None:
             return None, kept
@@ -185,6 +194,14 @@ class Remedies:
     def __str__(self) -> str:
         return str(list(self._given))
 
+    def check_stages(self, num_stages: int) -> None:
+        """Raises ValueError if there are coefficients for another number of stages."""
+        given = getattr(self.correction, "coefficient", 1.0)
+        if isinstance(given, Sequence) and len(given) != num_stages:
+            raise ValueError(
+                f"coefficient: {len(given)} given, num_stages: {num_stages}: one for each stage"
+            )
+
     def check(self) -> None:
         """Raises ValueError or TypeError, naming the rule and the value."""
         for remedy in self._given:
@@ -220,6 +237,8 @@ def warn_of_delay(
     """
     kinds = (torch.optim.Adam, torch.optim.AdamW)
     if remedies or session.grid.rank != 0 or not any(session.schedule.delay):
+        return
+    if session.has_fresh_forwards:  # which cost little or no loss: docs/schedules.md
         return
     if not all(isinstance(optimizer, kinds) for optimizer in optimizers):
         return

@@ -35,13 +35,15 @@ class StepCorrection:
             i for i in range(len(self._stage.handles)) if engine.owns(i) and not self._is_fused(i)
         ]
 
-    def feedback(self, *, stale: bool) -> float:
+    def feedback(self, late_share: float) -> float:
         """The coefficient for an update by the engine's fused passes; 0 without feedback.
 
         Args:
-            stale: as :meth:`apply` has it.
+            late_share: as :meth:`apply` has it.
         """
-        return self._rule.coefficient if isinstance(self._rule, ErrorFeedback) and stale else 0.0
+        if not isinstance(self._rule, ErrorFeedback):
+            return 0.0
+        return self._rule.of_stage(self._stage.index_in_model) * late_share
 
     @property
     def keeps_bfloat16(self) -> bool:
@@ -52,24 +54,25 @@ class StepCorrection:
         """Bytes that it keeps from one step to the next beside the engine."""
         return sum(tensor.nbytes for tensor in self._kept.values())
 
-    def begin(self, slot: int, *, stale: bool) -> None:
+    def begin(self, slot: int, late_share: float) -> None:
         """Within an update, before the optimizers' own steps, which change masters in place.
 
         Args:
-            stale: as :meth:`apply` has it.
+            late_share: as :meth:`apply` has it.
         """
         engine = self._stage.engine
-        for i in self.corrected_here() if stale else ():
+        for i in self.corrected_here() if late_share else ():
             if engine.has_gradient(i) and self._has_master(slot, i):
                 self._before[i] = engine.master(slot, i).clone()
 
-    def apply(self, slot: int, *, stale: bool) -> None:
+    def apply(self, slot: int, late_share: float) -> None:
         """Within an update: W(t) is the newest version, W(t) + u(t) is in ``slot``.
 
         Args:
-            stale: whether the batch read an older version than W(t).
+            late_share: of the batch's forwards on the stage, those that read an older version.
         """
-        engine = self._stage.engine
+        engine, rule = self._stage.engine, self._rule
+        factor = self.feedback(late_share)
         for i in self.corrected_here():
             has_master = self._has_master(slot, i)
             after = engine.master(slot, i) if has_master else engine.weight(slot, i)
@@ -80,7 +83,10 @@ class StepCorrection:
             earlier = self._kept.pop(i, None)
             if earlier is not None:
                 _C.use_here([earlier])  # after a load it has memory of the caller's stream
-            change, kept = self._rule.correct(step, earlier, stale=stale)
+            if isinstance(rule, ErrorFeedback):
+                change, kept = rule.correct(step if late_share else None, earlier, factor)
+            else:
+                change, kept = rule.correct(step, earlier)
             if change is not None:
                 after.add_(change)
                 if has_master:

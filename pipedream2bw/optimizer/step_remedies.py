@@ -47,21 +47,23 @@ class StepRemedies(Extension):
         if rule is not None:
             self._corrections[weights.index] = StepCorrection(rule, weights)
 
-    def divisor(self, stage: int, batch: int) -> float:
-        """The divisor of a stage's learning rates in a batch's update."""
+    def divisor(self, stage: int, batch: int, late_share: float) -> float:
+        """The divisor of a stage's learning rates in a batch's update.
+
+        Args:
+            late_share: of the batch's forwards, those that the schedule has late.
+        """
         discount = self.remedies.discount
         if discount is None or batch < self._warmup_batches:
             return 1.0
-        return discount.divisor(self._delays[stage], self._delayed_batches)
+        return discount.divisor(self._delays[stage] * late_share, self._delayed_batches)
 
     def fused_options(
-        self, update: Update, groups: Sequence[_C.GroupOptions]
+        self, update: Update, divisor: float, groups: Sequence[_C.GroupOptions]
     ) -> list[_C.GroupOptions]:
         """Changes the options of the fused passes to those of a stage's update."""
-        stage = update.weights.index
-        divisor = self.divisor(stage, update.batch)
-        correction = self._corrections.get(stage)
-        coefficient = 0.0 if correction is None else correction.feedback(stale=update.is_stale)
+        correction = self._corrections.get(update.weights.index)
+        coefficient = 0.0 if correction is None else correction.feedback(update.late_share)
         return [group.with_lr_divided(divisor).with_feedback(coefficient) for group in groups]
 
     def acts_in(self, update: Update) -> bool:
@@ -70,10 +72,10 @@ class StepRemedies(Extension):
         return correction is not None and bool(correction.corrected_here())
 
     def before_update(self, update: Update, slot: int) -> None:
-        self._corrections[update.weights.index].begin(slot, stale=update.is_stale)
+        self._corrections[update.weights.index].begin(slot, update.late_share)
 
     def after_update(self, update: Update, slot: int) -> None:
-        self._corrections[update.weights.index].apply(slot, stale=update.is_stale)
+        self._corrections[update.weights.index].apply(slot, update.late_share)
 
     def step_submitted(self, batch: int) -> None:
         self._delayed_batches += batch >= self._warmup_batches

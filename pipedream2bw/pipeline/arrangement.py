@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._C import Schedule
+from .._C import Schedule, schedule_methods
 from ..capture.captured import Captured
 from ..checks import check_microbatches_of_replicas
 from ..errors import reworded
@@ -77,6 +77,11 @@ class Arrangement:
     def microbatches_of_replicas(self) -> tuple[int, ...]:
         """How many each has, where the rows of all are one batch; empty: each has its own."""
         return self.num_microbatches if isinstance(self.num_microbatches, tuple) else ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the schedule is a name of those of which some forwards alone are late."""
+        return any(each.is_fresh and each.name == self.schedule for each in schedule_methods())
 
     def schedules(self) -> list[Schedule]:
         """The checked schedule of each replica.

@@ -74,6 +74,9 @@ class PipelineModule(nn.Module):
         num_microbatches: m, per ``train_step`` and replica; ``"2bw"`` needs m >= d.
         schedule: the name of a method, or a schedule of one's own; None: ``"2bw"``.
         stages_per_rank: v; stage s is on rank s mod d/v, in a V on rank min(s, d-1-s).
+        update_slots: how many slots (a forward and a backward) an update takes. Forwards that can
+            then read W(t) do; ``"auto"`` measures it. None: 1 with ``"2bw_fresh"``, else all are
+            late.
         example_args, example_kwargs: a call of the model, with any number of rows >= 1.
         example_target: a batch's target, for ``num_stages="auto"``.
         profile: in place of measuring, or the path to save it at, for ``num_stages="auto"``.
@@ -123,6 +126,7 @@ class PipelineModule(nn.Module):
         num_microbatches: int | Sequence[int] | None = None,
         schedule: str | os.PathLike[str] | Schedule | None = None,
         stages_per_rank: int | None = None,
+        update_slots: int | str | None = None,
         example_args: Sequence[Any] = (),
         example_kwargs: Mapping[str, Any] | None = None,
         example_target: Any = None,
@@ -211,6 +215,14 @@ class PipelineModule(nn.Module):
     @property
     def schedule(self) -> str:
         return self.session.schedule.name
+
+    @property
+    def late_forwards(self) -> tuple[int, ...]:
+        """By stage, how many of a batch's first forwards read W(t-1); the others read W(t).
+
+        Under ``"2bw"`` all, with ``update_slots="auto"`` also before the update has been measured.
+        """
+        return tuple(self.session.schedule.late_forwards)
 
     @property
     def rank(self) -> int:

@@ -148,13 +148,21 @@ def check(
     refuse_valueless(root)
     home = home_of(root, example)
     devices = _stage_devices(options.devices, schedule.depth, home)
+    update_slots = options.update_slots
+    if update_slots is None and arrangement.is_fresh:
+        update_slots = 1
     facts = {
+        "schedule": schedule,
+        "late forwards of one's own": schedule.has_fresh_forwards and not arrangement.is_fresh,
         "recompute": arrangement.recompute if blocks or any(recompute) else False,
         "processes": num_processes,
         "device": home,
         "devices of the stages": devices,
     }
     refuse(EXCLUSIONS, {**vars(options), **facts})
+    if isinstance(update_slots, int):
+        for each in schedules:
+            each.with_late_forwards(each.late_for_slots(update_slots, []))
     compiling = compile_options(options.compile, home)
     precision = Precision(root, options, home.type)
     check_layers = arrangement.check_layers
@@ -169,6 +177,7 @@ def check(
         recompute=recompute,
         compile_options=compiling,
         microbatches_of_replicas=arrangement.microbatches_of_replicas,
+        update_slots=update_slots,
     )
     return Checked(
         arrangement=arrangement,

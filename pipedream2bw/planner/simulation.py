@@ -67,6 +67,7 @@ class Simulation:
         peak_bytes: of each rank, the most memory held at once: all weight versions, gradients,
             optimizer state, and activations from a forward's start to the end of its backward.
         most_in_flight: of each stage, the most microbatches whose activations it holds at once.
+        late_share: of all forwards, those that read W(t-1): 1 under ``"2bw"``, 0 without a delay.
     """
 
     events: list[Event] = dataclasses.field(repr=False)
@@ -75,12 +76,14 @@ class Simulation:
     bubbles: list[float]
     peak_bytes: list[float]
     most_in_flight: list[int]
+    late_share: float = dataclasses.field(repr=False)
 
     @property
     def in_words(self) -> str:
         """A line that says how long a batch takes, and how idle ranks are."""
         worst = 100 * max(self.bubbles)
-        return f"{self.period:.4g} s a batch, ranks are idle for at most {worst:.1f} % of it"
+        idle = f"{self.period:.4g} s a batch, ranks are idle for at most {worst:.1f} % of it"
+        return f"{idle}, {100 * self.late_share:.0f} % of forwards are late"
 
     def __str__(self) -> str:
         rows = [
@@ -101,6 +104,7 @@ def simulate(
     num_stages: int | None = None,
     num_microbatches: int | None = None,
     stages_per_rank: int = 1,
+    update_slots: int | None = None,
     forward: PerStage = 1.0,
     backward: PerStage | None = None,
     input_grad: PerStage | None = None,
@@ -139,6 +143,8 @@ def simulate(
             its own, which this must equal if given.
         num_microbatches: microbatches of a batch, which must equal such a schedule's own if given.
         stages_per_rank: for schedules by name that allow more than one.
+        update_slots: as of :class:`PipelineModule`: forwards that an update of so many slots need
+            not delay are not late. None: as the schedule says.
         forward: seconds of a forward of one microbatch.
         backward: seconds of a backward, half of it the input gradient; 2.0 if nothing is said.
         input_grad: instead of ``backward``, together with ``weight_grad``: seconds of the part
@@ -172,6 +178,9 @@ def simulate(
     given = locals()
     made = schedule_for(schedule, num_stages, num_microbatches, stages_per_rank)
     check_whole_number("num_batches", num_batches)
+    if update_slots is not None:
+        check_whole_number("update_slots", update_slots)
+        made = made.with_late_forwards(made.late_for_slots(update_slots, []))
     d = made.depth
     halves = halves_of_backward(backward, input_grad, weight_grad, d)
     given |= dict(zip(("input_grad", "weight_grad"), halves, strict=True))
@@ -204,6 +213,7 @@ def simulate(
         bubbles=found.bubbles,
         peak_bytes=found.peak_bytes,
         most_in_flight=found.most_in_flight,
+        late_share=made.late_share,
     )
 
 

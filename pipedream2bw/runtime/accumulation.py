@@ -40,6 +40,7 @@ class Accumulation:
     Attributes:
         num_updates: optimizer steps so far: the number of the batch that comes or waits for its
             step.
+        steps_in_batch: train_steps of the last batch that has begun.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Accumulation:
         self._num_steps = num_steps
         self.averages = averages
         self._holds = False  # inside no_sync()
-        self.num_updates = 0
+        self.num_updates = self.steps_in_batch = 0
         self._counted = 0  # train_steps that count towards a step
         self._held = 0  # the others
         self._last: BatchPart | None = None
@@ -117,6 +118,7 @@ class Accumulation:
 
     def take(self, part: BatchPart) -> None:
         """The train_step has begun."""
+        self.steps_in_batch = 1 if part.begins else self.steps_in_batch + 1
         self._counted += not self._holds
         self._held += self._holds
         self._last = part

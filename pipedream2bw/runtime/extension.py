@@ -20,7 +20,7 @@ Kept = dict[str, dict[str, Any]]
 
 RESERVED = (
     *("state", "param_groups", "optimizers", "loss_scale", "loss_scales", "growth_tracker"),
-    *("staleness", "delayed_batches"),
+    *("staleness", "delayed_batches", "late_forwards"),
 )
 """Names that state_dict and checkpoints have for other things."""
 
@@ -31,12 +31,13 @@ class Update(NamedTuple):
     Attributes:
         batch: the number t of the batch.
         weights: the stage's parameters; W(t) is the engine's newest version.
-        is_stale: whether the batch read an older version than W(t).
+        late_share: of the batch's forwards on the stage, those that read an older version than
+            W(t): 0 to 1.
     """
 
     batch: int
     weights: StageWeights
-    is_stale: bool
+    late_share: float
 
 
 class TakenBack(NamedTuple):
@@ -74,9 +75,11 @@ class Extension:
     Attributes:
         name: of what it keeps, in ``state_dict`` and in checkpoints: an identifier.
         excludes: what it does not go together with, under its name.
+        is_known_before_steps: whether its state has all its keys before a step has been made.
     """
 
     name = ""
+    is_known_before_steps = False
 
     excludes: ClassVar[Sequence[Exclusion]] = ()
 

@@ -14,6 +14,7 @@ class JointUpdates:
 
     Attributes:
         have_norm: whether all stages' updates wait for one norm.
+        tied: stages with parameters in common that are trained.
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class JointUpdates:
         self.have_norm = False
         self._has_one_delay = schedule.has_one_delay
         self._all = range(schedule.num_stages)
-        self._tied = [[first + stage for first in copies for stage in tie] for tie in ties]
+        self.tied = [[first + stage for first in copies for stage in tie] for tie in ties]
         self._executors = executors
         self._edges: dict[int, Sequence[tuple[int, int]]] = {}  # by wiring
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        yield from self._tied
+        yield from self.tied
         if self.have_norm:
             yield self._all
 
@@ -57,8 +58,12 @@ class JointUpdates:
         """Plans anew. Drained; every rank calls it. ValueError if there is no safe plan."""
         before, self.have_norm = self.have_norm, has_norm
         try:
-            for wiring, edges in self._edges.items():
-                self.connect(wiring, edges)
+            self.plan_anew()
         except ValueError:
             self.have_norm = before
             raise
+
+    def plan_anew(self) -> None:
+        """Plans the receives of all runs. Drained; every rank calls it."""
+        for wiring, edges in self._edges.items():
+            self.connect(wiring, edges)

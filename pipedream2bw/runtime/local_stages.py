@@ -90,6 +90,7 @@ class LocalStages:
         self._late_hooks: dict[int, LateHooks] = {}  # by wiring
         self._errors = KeptErrors()
         self.updates_wait = False
+        self._recording: object | None = None
         devices = _device_of_each(schedule, options.devices)
         self._channels = Channels(
             grid,
@@ -306,6 +307,37 @@ class LocalStages:
         for executor in self.executors:
             executor.set_verdicts(verdicts)
         self.updates_wait = waits
+
+    def set_late_forwards(self, late: Sequence[int]) -> None:
+        """Makes so many of a batch's first forwards late on each stage; none given: all.
+
+        Every rank calls it, drained. ValueError if the schedule could not go on.
+        """
+        self.schedule = self.schedule.with_late_forwards(late)
+        for executor in self.executors:
+            executor.set_late_forwards(late)
+        self.joint_updates.plan_anew()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether somebody records what the executors do."""
+        return self._recording is not None
+
+    def record(self) -> object:
+        """Records what the executors do from now on, for :meth:`take_record`."""
+        self._recording = recording = object()
+        for executor in self.executors:
+            executor.record(True)
+        return recording
+
+    def take_record(self, recording: object) -> list[_C.ExecutedAction] | None:
+        """Ends a recording. None: another one has begun since."""
+        if recording is not self._recording:
+            return None
+        self._recording = None
+        for executor in self.executors:
+            executor.record(False)
+        return [action for executor in self.executors for action in executor.take_record()]
 
     def wait_for_room(self, max_unfinished: int) -> None:
         """Waits until fewer than ``max_unfinished`` train_steps are unfinished."""

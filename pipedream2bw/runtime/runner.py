@@ -44,6 +44,8 @@ class StageOptions:
         compile_options: what ``torch.compile`` is given; empty: nothing is compiled.
         microbatches_of_replicas: how many each replica has, where these numbers differ.
             Empty: all have as many.
+        update_slots: that an update takes, which late forwards hide. None: the schedule says which
+            are late.
     """
 
     pipeline: Options
@@ -53,6 +55,7 @@ class StageOptions:
     recompute: Sequence[bool]
     compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     microbatches_of_replicas: tuple[int, ...] = ()
+    update_slots: int | str | None = None
 
     @property
     def metrics(self) -> Mapping[str, Metric]:

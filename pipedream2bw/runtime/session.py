@@ -46,7 +46,6 @@ class Session:
         model, modes, stages, accumulation: as given. root: the model as one module.
         random_seed: may be changed between train_steps, on all ranks. A run that begins with the
             seed and ``num_train_steps`` of another one draws what that one would have drawn next.
-        schedule: what the stages do in which order.
         grid: which process runs which stages.
         control: how all ranks agree; it has the fault that ends all waiting, and the timeout.
         local_model: this process's parameters, buffers and state.
@@ -77,7 +76,6 @@ class Session:
         self.stages = stages
         self.accumulation = accumulation
         self.root = stages.root
-        self.schedule = stages.schedule
         self.grid = stages.grid
         self.control = stages.control
         self.extensions = Extensions()
@@ -94,11 +92,22 @@ class Session:
         _all.add(self)
 
     @property
+    def schedule(self) -> _C.Schedule:
+        """What the stages do in which order."""
+        return self.stages.schedule
+
+    @property
+    def has_fresh_forwards(self) -> bool:
+        """Whether some forwards alone are late, or will be when updates have been measured."""
+        return self.stages.options.update_slots is not None or self.schedule.has_fresh_forwards
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What rules name: the constructor's options, and what has come of them."""
         return {
             **vars(self.stages.options.pipeline),
             "schedule": self.schedule,
+            "fresh forwards": self.has_fresh_forwards,
             "num_stages": self.schedule.depth,
             "width": self.grid.width,
             "devices of the stages": self.stages.options.devices,

@@ -39,16 +39,12 @@ def recording(session: Session) -> Iterator[Timeline]:
     """Records the actions executed inside; drains at its end."""
     session.ending.check_open()
     timeline = Timeline(session)
-    executors = session.stages.executors
-    for executor in executors:
-        executor.record(True)
+    recorded = session.stages.record()
     try:
         yield timeline
         session.flush_for(Operation.end_of_timeline)
     finally:
-        for executor in executors:
-            executor.record(False)
-        records = [action for executor in executors for action in executor.take_record()]
+        records = session.stages.take_record(recorded) or ()
         timeline.rows.extend(
             Event(
                 stage=action.stage,

@@ -16,9 +16,9 @@ from tests.runs.trajectory import (
     Trajectory,
     assert_same,
     by_pipeline,
-    delays_under_pipedream,
     expected,
     sgd,
+    version_options,
 )
 from tests.samples.models import TASKS, Task
 
@@ -86,10 +86,8 @@ def check_on_device(
     exact = task.exact and task is not TASKS["gpt"]
     batches = task.batches(rows)
     shared = {key: options[key] for key in _FOR_ORACLE if key in options}
-    if schedule == "pipedream":
-        shared["delay_of"] = delays_under_pipedream(
-            on(task, home), num_stages, batch_on(batches[0], home)
-        )
+    example = batch_on(batches[0], home)
+    shared |= version_options(on(task, home), num_stages, num_microbatches, example, schedule)
     want = expected(task, rows, num_microbatches, make_optimizer, schedule=schedule, **shared)
     got = by_pipeline(
         on(task, home),
@@ -97,7 +95,7 @@ def check_on_device(
         num_stages,
         num_microbatches,
         make_optimizer,
-        example=batch_on(batches[0], home),
+        example=example,
         schedule=schedule,
         devices=None if num_devices is None else places(num_stages, num_devices),
         **options,

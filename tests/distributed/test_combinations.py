@@ -46,6 +46,8 @@ def train(rank: int, world: int, width: int, is_one_batch: bool, seeds: range) -
         of = draw(numbers.choice, num_ranks)
         if is_one_batch:
             of = dataclasses.replace(of, numbers=unequal(of, width, numbers))
+            if of.is_fresh and max(of.late) > min(of.numbers):
+                of = dataclasses.replace(of, update_slots=1)
         by_replica = [batches_of(of, 10 + replica, replica) for replica in range(width)]
         own = rank // num_ranks
         want = by_definition(of, by_replica)[own]

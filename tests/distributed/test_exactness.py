@@ -25,11 +25,11 @@ from tests.runs.trajectory import (
     by_oracle,
     by_pipeline,
     copy_of,
-    delays_under_pipedream,
     drawing,
     expected,
     make_pipeline,
     sgd,
+    version_options,
 )
 from tests.samples.models import TASKS, Task, whole
 from tests.samples.schedule_sizes import V_SHAPED, sizes_for
@@ -62,8 +62,8 @@ def check(
 ) -> None:
     """On every rank; each compares the losses, and the parameters that it holds."""
     batches = task.batches(rows)
-    delay_of = delays_under_pipedream(task, d, batches[0]) if schedule == "pipedream" else None
-    want = expected(task, rows, m, make, schedule=schedule, delay_of=delay_of)
+    shared = version_options(task, d, m, batches[0], schedule)
+    want = expected(task, rows, m, make, schedule=schedule, **shared)
     got = by_pipeline(task, batches, d, m, make, schedule=schedule, **options)
     assert set(got.state) <= set(want.state)
     held = {name: want.state[name] for name in got.state}

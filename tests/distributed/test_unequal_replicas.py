@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -29,11 +29,12 @@ from tests.runs.trajectory import (
     go_on,
     make_pipeline,
     sgd,
+    stage_of_parameters,
 )
 from tests.runs.transports import GLOO, TWO_MACHINES, over
 from tests.samples.models import TASKS, Task, whole
 
-SCHEDULES = {"2bw": 1, "2bw_split": 1, "1f1b": 1, "2bw_v": 2}
+SCHEDULES = {"2bw": 1, "2bw_fresh": 1, "2bw_split": 1, "1f1b": 1, "2bw_v": 2}
 """Stages of a rank."""
 
 
@@ -52,9 +53,12 @@ def by_definition(
     numbers: Sequence[int],
     schedule: str,
     make: MakeOptimizer = sgd,
+    late_of: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Trajectory:
     model = whole(task.model())
+    if late_of is not None:
+        options["late"] = [late_of[name] for name, _ in model.named_parameters()]
     oracle = Oracle(
         model,
         make(model.parameters()),
@@ -82,17 +86,20 @@ def follows(
     **options: Any,
 ) -> None:
     """On every rank: compares losses, and the parameters that it holds, with the definition."""
-    shared = {key: options[key] for key in ("loss_reduction",) if key in options}
-    want = by_definition(task, by_replica, numbers, schedule, make, **shared)
+    shared: dict[str, Any] = {k: options[k] for k in ("loss_reduction",) if k in options}
     options |= {"width": len(numbers), "schedule": schedule}
     with make_pipeline(task, d, numbers, by_replica[0][0], **options) as pipe:
         assert pipe.num_microbatches == numbers[pipe.replica]
         opt = pd2.PipelineOptimizer(make(pipe.parameters()), **optimizer or {})
+        if schedule == "2bw_fresh":
+            of_each = stage_of_parameters(pipe).items()
+            shared["late_of"] = {name: d - stage for name, stage in of_each}
         losses = []
         for batch in by_replica[pipe.replica]:
             losses.append(pipe.train_step(*batch.args, target=batch.target))
             opt.step()
         got = Trajectory([float(loss) for loss in losses], copy_of(pipe.state_dict()))
+    want = by_definition(task, by_replica, numbers, schedule, make, **shared)
     held = {name: want.state[name] for name in got.state}
     assert_same(got, Trajectory(want.losses, held), exact=exact)
 

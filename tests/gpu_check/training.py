@@ -16,7 +16,14 @@ from pipedream2bw import _C
 from tests.device.on_device import moved
 from tests.references.mixed_oracle import MixedOracle, lowered
 from tests.references.oracle import Batch
-from tests.runs.trajectory import Trajectory, by_oracle, copy_of, go_on, make_pipeline
+from tests.runs.trajectory import (
+    Trajectory,
+    by_oracle,
+    copy_of,
+    go_on,
+    make_pipeline,
+    version_options,
+)
 from tests.samples.models import Task, whole
 
 from .device import Device
@@ -193,6 +200,9 @@ def by_definition(task: Task, batches: list[Batch], case: Case) -> Trajectory:
             make,
             schedule=case.schedule,
             accumulate=case.accumulate,
+            **version_options(
+                task, case.num_stages, case.num_microbatches, batches[0], case.schedule
+            ),
         )
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
     model = task.model()

@@ -60,7 +60,7 @@ class Run:
                 return False
             start = max(start, self.arrived[sender, stage, microbatch])
         if kind == "F":
-            read = batch - self.lists.delay[stage] - 1
+            read = self.lists.version_read(stage, microbatch) - 1
             start = max(start, self.updated.get((stage, read), 0.0))
         beside = kind == "U" and self.lists.versions[stage] > 1
         if kind == "U":

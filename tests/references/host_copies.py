@@ -119,7 +119,8 @@ class HostRun:
 
     def wait_for_host(self, action: Action) -> None:
         last = self.host.buckets - 1
-        delay = self.schedule.delay[action.stage]
+        is_late = action.microbatch < self.schedule.late_forwards[action.stage]
+        delay = self.schedule.delay[action.stage] * is_late
         made = action.batch - delay - 1
         if action.kind == "F" and made >= 0:
             update = Action(action.stage, "U", made, 0)

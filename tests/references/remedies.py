@@ -51,6 +51,9 @@ class Corrected(torch.optim.Optimizer):
 
     Args:
         dtype: to which a step that is kept for error feedback is rounded.
+
+    Attributes:
+        late_shares: of each parameter, by which error feedback is multiplied; none given: 1.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Corrected(torch.optim.Optimizer):
         self.param_groups = inner.param_groups
         self.fresh_left = max(warmup, 1)  # batches that have no delay
         self.kept: dict[torch.Tensor, torch.Tensor] = {}
+        self.late_shares: dict[torch.Tensor, float] = {}
 
     def restart_delay(self) -> None:
         self.fresh_left = 1
@@ -101,6 +105,9 @@ class Corrected(torch.optim.Optimizer):
         if self.fresh_left > 0:
             return
         for p, u in steps.items():
+            share = self.late_shares.get(p, 1.0)
+            if share == 0:
+                continue
             if p in kept:
-                p.add_((u - kept[p].to(u.dtype)) * self.number)
+                p.add_((u - kept[p].to(u.dtype)) * (self.number * share))
             self.kept[p] = u.to(self.dtype or u.dtype)

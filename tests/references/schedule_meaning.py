@@ -31,15 +31,15 @@ class Results:
 
 
 def definition(plan: Plan, num_batches: int, symbol: Symbols) -> Results:
-    """One microbatch after the other, each stage reading max(t - delay, 0)."""
+    """One microbatch after the other, each stage reading max(t - delay, 0), or t."""
     d, m = plan.num_stages, plan.num_microbatches
     weights = [[symbol("weights", stage)] for stage in range(d)]
     statistics = [symbol("statistics", stage) for stage in range(d)]
     losses = []
     for batch in range(num_batches):
-        read = [weights[i][max(batch - plan.delay[i], 0)] for i in range(d)]
         sums: list[int] = []
         for number in range(batch * m, (batch + 1) * m):
+            read = [weights[i][plan.version_read(i, number)] for i in range(d)]
             inputs = [symbol("input", number)]
             for stage in range(d):
                 statistics[stage] = symbol("seen", statistics[stage], inputs[-1])
@@ -87,6 +87,11 @@ class Execution:
     def __init__(self, plan: Plan, symbol: Symbols) -> None:
         if min(plan.versions) < 1 or min(plan.delay) < 0:
             raise WrongError("versions or delay")
+        if any(not 0 <= late <= plan.num_microbatches for late in plan.late or []):
+            raise WrongError("late forwards")
+        kept_and_delay = zip(plan.versions, plan.delay, strict=True)
+        if plan.late is not None and any(kept <= delay for kept, delay in kept_and_delay):
+            raise WrongError("a stage keeps the versions of its delay, also where none is late")
         self.plan, self.symbol = plan, symbol
         self.stages = [Stage(i, number, symbol) for i, number in enumerate(plan.versions)]
         self.losses: list[int] = []
@@ -144,7 +149,7 @@ class Execution:
         if kind == "U":
             self._update(stage, number // self.plan.num_microbatches)
             return
-        version = max(number // self.plan.num_microbatches - self.plan.delay[index], 0)
+        version = self.plan.version_read(index, number)
         weights = stage.slots[version % len(stage.slots)]
         if kind == "F":
             self._forward(index, number, weights)

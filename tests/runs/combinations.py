@@ -78,6 +78,7 @@ class Combination:
     between: tuple[str, ...]  # what is done before each train_step
     load_before: int  # an update, or none
     numbers: tuple[int, ...] = ()  # of microbatches, of each replica of one batch
+    update_slots: int | None = None
 
     @property
     def delay(self) -> int:
@@ -86,9 +87,35 @@ class Combination:
     def delay_of(self, parameter: str) -> int:
         if self.schedule != "pipedream":
             return self.delay
+        return self.sizes.num_stages - 1 - self.stage_of(parameter)
+
+    @property
+    def is_fresh(self) -> bool:
+        return self.update_slots is not None or self.schedule == "2bw_fresh"
+
+    @functools.cached_property
+    def late(self) -> list[int]:
+        """By stage, of a fresh schedule."""
+        d, slots = self.sizes.num_stages, self.update_slots or 1
+        waits_for_all = self.scaled or self.clip == "norm"
+        tied = [0, d - 1] if self.is_tied_across else []
+        backward = 3 if self.recompute is True or (self.recompute == "auto" and d > 1) else 2
+        if self.schedule in ("2bw", "2bw_fresh"):
+            first = [0 if waits_for_all or i in tied else i for i in range(d)]
+            late = [
+                d - 1 - i + slots + math.ceil((i - first[i]) * backward / (1 + backward))
+                for i in range(d)
+            ]
+        else:
+            schedule = pd2.make_schedule(self.schedule, *dataclasses.astuple(self.sizes))
+            joint = [list(range(d))] * waits_for_all + [tied] * bool(tied)
+            late = schedule.late_for_slots(slots, joint, backward=backward)
+        most = max((late[stage] for stage in tied), default=0)
+        return [most if stage in tied else number for stage, number in enumerate(late)]
+
+    def stage_of(self, parameter: str) -> int:
         part = next(i for i, part in enumerate(PARTS) if parameter.startswith(part))
-        stage = sum(PARTS.index(cut) <= part for cut in self.cuts)
-        return self.sizes.num_stages - 1 - stage
+        return sum(PARTS.index(cut) <= part for cut in self.cuts)
 
     @property
     def low(self) -> torch.dtype | None:
@@ -107,6 +134,7 @@ class Combination:
         return {
             "schedule": self.schedule,
             "stages_per_rank": self.sizes.stages_per_rank,
+            "update_slots": self.update_slots,
             "split": list(self.cuts),
             "accumulate": self.lengths[0] if self.averages else 1,
             "loss_reduction": self.reduction,
@@ -134,7 +162,8 @@ class Combination:
         is_known = self.optimizer in ("sgd", "adamw") or (
             self.low is None and not self.is_corrected
         )
-        return is_known and self.schedule not in (*TWO_PIPELINES, "pipedream")
+        waits = not self.is_fresh or self.scaled or self.clip == "norm"
+        return is_known and waits and self.schedule not in (*TWO_PIPELINES, "pipedream")
 
     def optimizer_options(self) -> dict[str, Any]:
         """Of PipelineOptimizer."""
@@ -183,6 +212,9 @@ def draw(choose: Choose[Any], num_ranks: int | None = None) -> Combination:
         staleness = ""
     elif staleness == "nesterov" and (scaled or precision in DTYPES):
         staleness = "discount"
+    update_slots = choose([None, None, 1, 2]) if "2bw" in schedule else None
+    if staleness and (update_slots or schedule == "2bw_fresh"):
+        staleness = "feedback"  # a discount is another one on each stage
     # What error feedback keeps is not saved.
     harmless = HARMLESS[:-1] if staleness in ("feedback", "both") else HARMLESS
     # Statistics are each pipeline's own, and stay NaN. A bias before them has a gradient that is
@@ -193,7 +225,7 @@ def draw(choose: Choose[Any], num_ranks: int | None = None) -> Combination:
     norm = choose(["layer", "batch"] if with_statistics else ["layer", "none"])
     # Of two rows statistics make a difference of signs: rounding is then as large as any gradient.
     few = m * (4 if norm == "batch" else 2)
-    return Combination(
+    of = Combination(
         schedule=schedule,
         sizes=size,
         cuts=tuple(cuts),
@@ -220,7 +252,11 @@ def draw(choose: Choose[Any], num_ranks: int | None = None) -> Combination:
         adds=choose(fair),
         between=tuple(choose(["", "", "", *harmless]) for _ in range(count)),
         load_before=choose([-1, -1, *range(1, NUM_UPDATES)]),
+        update_slots=update_slots,
     )
+    if of.is_fresh and max(of.late) > m:
+        return dataclasses.replace(of, update_slots=1)
+    return of
 
 
 @functools.cache
@@ -393,7 +429,7 @@ class Definition:
     def train(self, steps: Sequence[Sequence[Batch]]) -> list[list[float]]:
         """One update from train_steps of each replica; their losses."""
         of = self.of
-        self._show()
+        self._show(0)
         scale = self.scales[self.version(of.delay)]
         halves = 2 if of.schedule in TWO_PIPELINES else 1
         # Of each replica, and of each of its pipelines: they are added up in this order.
@@ -401,7 +437,7 @@ class Definition:
             [None for _ in self.low.parameters()] for _ in range(len(steps[0]) * halves)
         ]
         losses: list[list[float]] = []
-        for batches in steps:
+        for step, batches in enumerate(steps):
             losses.append([])
             numbers = of.numbers or [of.sizes.num_microbatches] * len(batches)
             parts = [_split(*each) for each in zip(batches, numbers, strict=True)]
@@ -411,6 +447,8 @@ class Definition:
                     total = torch.zeros(())
                 weighed = [x for each in parts for x in each] if of.numbers else part
                 for j, microbatch in enumerate(part):
+                    if of.is_fresh:
+                        self._show(j if step == 0 else math.inf)
                     with self._buffers_of(replica):
                         loss = self._loss(microbatch)
                     seed = torch.full_like(loss, 1 if of.numbers else 1 / len(batches))
@@ -430,16 +468,27 @@ class Definition:
             if of.numbers:
                 losses[-1] = losses[-1][-1:] * len(batches)
         gradients = [functools.reduce(_sum, of_one) for of_one in zip(*sums, strict=True)]
+        if of.is_fresh and self.corrected is not None:
+            each = of.numbers or [of.sizes.num_microbatches] * len(steps[0])
+            count = sum(each) * len(steps)
+            self.corrected.late_shares = {
+                parameter: of.late[of.stage_of(name)] * len(each) / count
+                for name, parameter in self.model.named_parameters()
+            }
         self._update([None if g is None else g * (1 / scale) for g in gradients])
         return losses
 
     def _kept(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient if self.of.narrow else gradient.float()
 
-    def _show(self) -> None:
+    def _show(self, microbatch: float) -> None:
+        """What this microbatch of the batch reads."""
+        of = self.of
         with torch.no_grad():
             for i, (name, parameter) in enumerate(self.low.named_parameters()):
-                weight = self.versions[self.version(self.of.delay_of(name))][i]
+                is_late = not of.is_fresh or microbatch < of.late[of.stage_of(name)]
+                version = self.version(of.delay_of(name)) if is_late else self.t
+                weight = self.versions[version][i]
                 is_split = self.of.split_master and parameter.dtype == torch.bfloat16
                 parameter.copy_(half_away(weight) if is_split else weight)
 

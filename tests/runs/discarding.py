@@ -178,8 +178,13 @@ def by_oracle(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     max_grad_norm: float | None = None,
     num_pipelines: int = 1,
+    late: Sequence[int] | None = None,
 ) -> Outcome:
-    """Trains the unsplit model on the batches that were not discarded."""
+    """Trains the unsplit model on the batches that were not discarded.
+
+    Args:
+        late: forwards that read the older version, of each parameter; None: all.
+    """
     model = make_model((), num_stages, norm=norm)
     opt = optimizer(model.parameters(), lr=0.1)
     if max_grad_norm is not None:
@@ -187,7 +192,9 @@ def by_oracle(
         opt.register_step_pre_hook(
             lambda *_: torch.nn.utils.clip_grad_norm_(model.parameters(), limit) and None
         )
-    oracle = Oracle(model, opt, num_microbatches, mse_loss, delay, num_pipelines=num_pipelines)
+    oracle = Oracle(
+        model, opt, num_microbatches, mse_loss, delay, num_pipelines=num_pipelines, late=late
+    )
     losses = []
     for number, position in enumerate(outcome.kept):
         if number in outcome.restarts:

@@ -81,7 +81,8 @@ class Case:
     def has_verdicts(self) -> bool:
         """Whether all stages are known to have done a batch before any makes its update."""
         has_room = self.precision is None and self.optimizer != "muon"
-        is_free = self.schedule != "pipedream" and (max(self.delay) == 0 or has_room)
+        waits = self.schedule not in ("pipedream", "2bw_fresh")
+        is_free = waits and (max(self.delay) == 0 or has_room)
         return self.clip == "norm" or self.scaled or is_free
 
     def may_end(self, error: StageError) -> bool:

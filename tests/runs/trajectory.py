@@ -225,7 +225,8 @@ def expected(
 
     Not to be changed: tests share it.
     """
-    same = next((name for name in ("pipedream", "chimera", "2bw") if name in schedule), "1f1b")
+    kinds = ("pipedream", "chimera", "2bw_fresh", "2bw")
+    same = next((name for name in kinds if name in schedule), "1f1b")
     key = (task, tuple(rows), num_microbatches, make_optimizer, same, repr(options))
     if key not in _expected:
         batches = task.batches(rows)
@@ -242,6 +243,33 @@ def delays_under_pipedream(task: Task, num_stages: int, example: Batch) -> dict[
     """Stage i is d - 1 - i batches late."""
     with make_pipeline(task, num_stages, 1, example, schedule="pipedream") as pipe:
         return {name: num_stages - 1 - stage for name, stage in stage_of_parameters(pipe).items()}
+
+
+def late_when_fresh(
+    task: Task, num_stages: int, num_microbatches: int, example: Batch, **options: Any
+) -> dict[str, int]:
+    """How many forwards of a batch read the old version of each parameter.
+
+    Args:
+        options: of the optimizer, and ``update_slots``.
+    """
+    of_pipe = {key: options.pop(key) for key in ("update_slots", "schedule") if key in options}
+    of_pipe.setdefault("schedule", "2bw_fresh")
+    with make_pipeline(task, num_stages, num_microbatches, example, **of_pipe) as pipe:
+        pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1), **options)
+        late = pipe.late_forwards
+        return {name: late[stage] for name, stage in stage_of_parameters(pipe).items()}
+
+
+def version_options(
+    task: Task, num_stages: int, num_microbatches: int, example: Batch, schedule: str
+) -> dict[str, Any]:
+    """What the oracle needs to know of a schedule whose stages differ in what they read."""
+    if schedule == "pipedream":
+        return {"delay_of": delays_under_pipedream(task, num_stages, example)}
+    if schedule == "2bw_fresh":
+        return {"late_of": late_when_fresh(task, num_stages, num_microbatches, example)}
+    return {}
 
 
 def stage_of_parameters(pipe: pd2.PipelineModule) -> dict[str, int]:
@@ -301,8 +329,7 @@ def check_task(
         for key in ("loss_reduction", "replicated", "accumulate", "warmup_batches")
         if key in options
     }
-    if schedule == "pipedream":
-        shared["delay_of"] = delays_under_pipedream(task, num_stages, batches[0])
+    shared |= version_options(task, num_stages, num_microbatches, batches[0], schedule)
     want = expected(task, rows, num_microbatches, make_optimizer, schedule=schedule, **shared)
     got = by_pipeline(
         task, batches, num_stages, num_microbatches, make_optimizer, schedule=schedule, **options

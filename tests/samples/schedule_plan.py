@@ -21,10 +21,17 @@ class Plan:
     placement: list[int]
     versions: list[int]
     ranks: list[list[list[Action]]]  # by rank: prologue, steady, epilogue
+    late: list[int] | None = None  # forwards of each stage that read an older version; None: all
 
     @property
     def num_stages(self) -> int:
         return len(self.placement)
+
+    def version_read(self, stage: int, number: int) -> int:
+        """By a forward, of a microbatch counted from the start of training."""
+        batch, place = divmod(number, self.num_microbatches)
+        is_late = self.late is None or place < self.late[stage]
+        return max(batch - self.delay[stage] * is_late, 0)
 
     @classmethod
     def read(cls, text: str) -> Plan:
@@ -52,6 +59,7 @@ class Plan:
             numbers("placement"),
             numbers("versions"),
             lists,
+            numbers("late") if "late" in head else None,
         )
 
     def text(self) -> str:
@@ -63,6 +71,7 @@ class Plan:
             f"stages: {self.num_stages}",
             f"microbatches: {self.num_microbatches}",
             f"delay: {joined(self.delay)}",
+            *([] if self.late is None else [f"late: {joined(self.late)}"]),
             f"placement: {joined(self.placement)}",
             f"versions: {joined(self.versions)}",
         ]
@@ -212,6 +221,13 @@ def _carry(plan: Plan, lists: list[list[Action]], action: Action, change: Change
     target.insert(change.where % (len(target) + 1), action)
 
 
+def _late(plan: Plan, lists: list[list[Action]], action: Action, change: Change) -> None:
+    if plan.late is None:
+        plan.late = [plan.num_microbatches if delay > 0 else 0 for delay in plan.delay]
+    stage = change.which % plan.num_stages
+    plan.late[stage] = change.where % (plan.num_microbatches + 3) - 1
+
+
 KINDS: dict[str, Callable[[Plan, list[list[Action]], Action, Change], None]] = {
     "swap": _swap,
     "move": _move,
@@ -225,4 +241,5 @@ KINDS: dict[str, Callable[[Plan, list[list[Action]], Action, Change], None]] = {
     "place": _place,
     "exchange": _exchange,
     "carry": _carry,
+    "late": _late,
 }

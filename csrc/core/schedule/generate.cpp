@@ -2,6 +2,7 @@
 
 #include "core/check.h"
 #include "core/floor.h"
+#include "core/schedule/late_forwards.h"
 #include "core/schedule/methods.h"
 
 #include <algorithm>
@@ -208,6 +209,9 @@ Schedule make_schedule(std::string_view name, int num_stages, int num_microbatch
   }
   for (int rank = 0; rank < sizes.ranks(); ++rank) {
     schedule.ranks.push_back(RankLists(method, sizes, rank).make());
+  }
+  if (method.is_fresh) {
+    schedule.late_forwards = late_forwards(schedule, update_of_slots(schedule, 1, {}));
   }
   return schedule;
 }

@@ -13,6 +13,8 @@ namespace pd2 {
 //
 //   name             m             method
 //   2bw              m >= d        PipeDream-2BW (arXiv 2006.09503, section 3.1)
+//   2bw_fresh        m >= d        2bw of which the first few forwards alone are late: those that
+//                                  an update of one slot needs, see late_forwards()
 //   2bw_eager        m >= 2d - 1   with twice the microbatches in flight, so that messages that
 //                                  take up to half a stage's F + B hide behind the work
 //   2bw_split        m >= d        with I before W (2BP, arXiv 2405.18047), so that messages of up
@@ -40,7 +42,7 @@ namespace pd2 {
 // has two copies (see Schedule). The paper has m a multiple of d, or m < d; with what is between,
 // the last unit is not full.
 //
-// The first four: delay 1, two weight versions. pipedream: delay d - 1 - i, d - i versions. The
+// The first five: delay 1, two weight versions. pipedream: delay d - 1 - i, d - i versions. The
 // others: delay 0, one version. Only the interleaved ones and looped_bfs take v > 1.
 //
 // Throws ValueError for an unknown name and for numbers that the method's rule forbids.

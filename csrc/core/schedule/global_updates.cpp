@@ -36,8 +36,7 @@ void check_joint_updates(const Schedule& schedule, const std::vector<JointUpdate
     // One update of a stage after the other.
     if (step.kind == kUpdate) return behind(step.stage, batch);
     if (step.kind == kForward) {
-      const int microbatch = static_cast<int>(step.microbatch % schedule.num_microbatches);
-      const auto late = behind(step.stage, batch - schedule.delay_of(step.stage, microbatch));
+      const auto late = behind(step.stage, batch - schedule.delay_at(step.stage, step.microbatch));
       if (late) return late;
     }
     return arrivals.missing(step);

@@ -60,10 +60,9 @@ void JointProgress::begin_steady(const AwaitedUpdates& at_end) {
 
 std::optional<int> JointProgress::needed_by(const Action& action) const {
   if (joined_[action.stage].empty()) return std::nullopt;
-  const int m = schedule_.num_microbatches;
-  const int batch = batch_in_list(action.microbatch, m);
+  const int batch = batch_in_list(action.microbatch, schedule_.num_microbatches);
   if (action.kind == ActionKind::kForward) {
-    return batch - schedule_.delay_of(action.stage, action.microbatch - batch * m) - 1;
+    return batch - schedule_.delay_at(action.stage, action.microbatch) - 1;
   }
   if (action.kind == ActionKind::kUpdate) return batch - 1;
   return std::nullopt;

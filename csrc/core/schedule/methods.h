@@ -51,6 +51,7 @@ struct ScheduleMethod {
   // Of a schedule with two pipelines in opposite directions; 0: one pipeline.
   int microbatches_per_forward_slot = 0;
   VSteps v{};               // of a rank's two stages in a V
+  bool is_fresh = false;    // of a batch those forwards alone are late that cannot wait
   bool is_planned = false;  // the planner chooses among these
 
   bool is_flushed() const { return weights == Weights::kFlushed; }

@@ -47,7 +47,10 @@
 #include <algorithm>
 #include <array>
 #include <compare>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -117,10 +120,37 @@ struct Schedule {
   bool has_one_delay() const {
     return std::ranges::adjacent_find(delay, std::not_equal_to()) == delay.end();
   }
+  // late_forwards, also where it is empty; without a delay none is late.
+  std::vector<int> late_forwards_of_each() const {
+    std::vector<int> late;
+    for (std::size_t stage = 0; stage < delay.size(); ++stage) {
+      const bool is_stated = stage < late_forwards.size();
+      const int of_delay = is_stated ? late_forwards[stage] : num_microbatches;
+      late.push_back(delay[stage] > 0 ? of_delay : 0);
+    }
+    return late;
+  }
+  // Of all forwards of all stages: 0 to 1.
+  double late_share() const {
+    const std::vector<int> late = late_forwards_of_each();
+    const double all = static_cast<double>(late.size()) * num_microbatches;
+    return std::accumulate(late.begin(), late.end(), 0.0) / all;
+  }
+  bool has_fresh_forwards() const {
+    for (std::size_t stage = 0; stage < late_forwards.size(); ++stage) {
+      if (delay[stage] > 0 && late_forwards[stage] < num_microbatches) return true;
+    }
+    return false;
+  }
   // By how much the version that a forward reads is behind its batch. `microbatch`: its number in
   // the batch.
   int delay_of(int stage, int microbatch) const {
     return late_forwards.empty() || microbatch < late_forwards[stage] ? delay[stage] : 0;
+  }
+  // The same, `microbatch` counted as a list's actions do, or from the start of training.
+  int delay_at(int stage, std::int64_t microbatch) const {
+    const auto place = static_cast<int>(microbatch % num_microbatches);
+    return delay_of(stage, place < 0 ? place + num_microbatches : place);
   }
   bool is_first(int stage) const { return stage % depth() == 0; }
   bool is_last(int stage) const { return stage % depth() == depth() - 1; }

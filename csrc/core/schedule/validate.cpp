@@ -69,10 +69,12 @@ void check_sizes(const Schedule& schedule) {
     check_size("late_forwards", schedule.late_forwards.size(), d);
     for (int stage = 0; stage < d; ++stage) {
       const int late = schedule.late_forwards[stage];
-      const int most = schedule.delay[stage] > 0 ? schedule.num_microbatches : 0;
-      check(late >= 0 && late <= most, schedule, kSizes, "late_forwards of stage ", stage, ", of ",
-            schedule.num_microbatches, " microbatches and delay ", schedule.delay[stage],
-            ": expected 0 to ", most, ", found ", late);
+      const int most = schedule.num_microbatches;
+      check(late >= 0 && late <= most, schedule, kSizes, "late_forwards of stage ", stage,
+            ": expected 0 to ", most, " (num_microbatches), found ", late,
+            late > most ? ": all would be late, as under 2bw; as many microbatches, or fewer "
+                          "update_slots, would do"
+                        : "");
     }
   }
   check_size("num_versions", schedule.num_versions.size(), d);
@@ -178,8 +180,7 @@ class RangeCheck {
  private:
   int batch(std::int64_t microbatch) const { return batch_of(microbatch, m_); }
   int version_read(int stage, std::int64_t microbatch) const {
-    const int late = schedule_.delay_of(stage, static_cast<int>(microbatch % m_));
-    return std::max(batch(microbatch) - late, 0);
+    return std::max(batch(microbatch) - schedule_.delay_at(stage, microbatch), 0);
   }
 
   std::string place(std::int64_t microbatch) const { return pd2::place(microbatch, m_); }

@@ -71,6 +71,9 @@ class Executor {
   // pipelines only the first one evaluates.
   Ticket submit_evaluation(Run run);
 
+  // From the next run on so many of a batch's first forwards are late on each stage; none: all.
+  // Drained.
+  void set_late_forwards(std::vector<int> late) { setup_.schedule.late_forwards = std::move(late); }
   // Makes every update that is to come wait for the verdict on its batch; null: none does. Drained.
   // See StageUpdates.
   void set_verdicts(const std::shared_ptr<BatchVerdicts>& verdicts);
@@ -125,7 +128,7 @@ class Executor {
   bool discard(std::int64_t batch, bool has_sent);
   void begin_thread() const;
 
-  const ExecutorSetup setup_;
+  ExecutorSetup setup_;
   const std::shared_ptr<Fault> fault_;
   ActionLog log_;
   PlannedReceives receives_{setup_, [this](int stage) -> StageWorker& { return worker(stage); }};

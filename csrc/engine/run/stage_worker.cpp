@@ -48,8 +48,9 @@ std::int64_t StageWorker::version_of_batch(std::int64_t batch) const {
 }
 
 std::int64_t StageWorker::version_of(const Run& run, int microbatch) const {
-  const int before = run.begins_batch ? 0 : setup_.schedule.num_microbatches;
-  const bool is_late = setup_.schedule.delay_of(mine_.index, before + microbatch) > 0;
+  const Schedule& schedule = setup_.schedule;
+  const bool is_late = run.begins_batch ? schedule.delay_of(mine_.index, microbatch) > 0
+                                        : schedule.late_forwards.empty();
   return is_late ? version_of_batch(run.batch) : stage_->versions().version_of_batch(run.batch, 0);
 }
 

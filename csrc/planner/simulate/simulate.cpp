@@ -236,7 +236,7 @@ class Execution {
       return;
     }
     const StageCosts& cost = *stage_costs_[step.stage];
-    const int version = std::max(t - schedule_.delay_of(step.stage, place), 0);
+    const int version = std::max(t - schedule_.delay_at(step.stage, step.microbatch), 0);
     if (cost.recompute > 0 && begins_backward(step.kind)) {  // while its message may be under way
       add(kRecompute, place, version, free_at, free_at + cost.recompute);
       free_at += cost.recompute;

@@ -26,7 +26,7 @@ def ways(delay: int) -> dict[str, dict[str, int]]:
                 schedule = pd2.make_schedule(name, num_stages, MICROBATCHES, stages_per_rank)
             except ValueError:
                 continue
-            if set(schedule.delay) == {delay}:
+            if set(schedule.delay) == {delay} and not schedule.has_fresh_forwards:
                 found[name] = {"num_stages": num_stages, "stages_per_rank": stages_per_rank}
                 break
     return found

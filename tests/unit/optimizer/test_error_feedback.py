@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
 
 import pipedream2bw as pd2
 from pipedream2bw.optimizer.step_correction import StepCorrection
+from pipedream2bw.optimizer.step_remedies import StepRemedies
 from tests.references.mixed_oracle import MixedOracle, half_away, lowered
 from tests.references.oracle import Batch
 from tests.references.remedies import Corrected
@@ -150,6 +151,13 @@ class OwnSGD(SGD):
     """The same, without a fused pass."""
 
 
+FUSED_OPTIONS = StepRemedies.fused_options
+
+
+def without_feedback(self: StepRemedies, *given: Any) -> Any:
+    return [group.with_feedback(0.0) for group in FUSED_OPTIONS(self, *given)]
+
+
 @pytest.mark.parametrize(
     ("dtype", "kept"), [(torch.float32, None), (torch.float32, BFLOAT16), (torch.float64, None)]
 )
@@ -174,7 +182,7 @@ def test_the_fused_pass_has_the_bits_of_the_definition_tensor_by_tensor(
         got = train(functools.partial(kind, **options))
         with monkeypatch.context() as patched:
             patched.setattr(StepCorrection, "_is_fused", lambda self, parameter: False)
-            patched.setattr(StepCorrection, "feedback", lambda self, stale: 0.0)
+            patched.setattr(StepRemedies, "fused_options", without_feedback)
             want = train(functools.partial(kind, **options))
         assert_same(got, want)
 

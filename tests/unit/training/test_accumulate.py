@@ -20,9 +20,9 @@ from tests.runs.trajectory import (
     by_pipeline,
     check_task,
     copy_of,
-    delays_under_pipedream,
     make_pipeline,
     sgd,
+    version_options,
 )
 from tests.samples.flow_models import adding, raising
 from tests.samples.models import TASKS, whole
@@ -148,12 +148,18 @@ def test_under_no_sync_gradients_are_added(schedule: str) -> None:
         batches = task.batches([2 * m] * sum(lengths))
         delay: Any = int("2bw" in schedule)
         model = whole(task.model())
-        if schedule == "pipedream":
-            delay_of = delays_under_pipedream(task, d, batches[0])
-            delay = [delay_of[name] for name, _ in model.named_parameters()]
+        of_names = version_options(task, d, m, batches[0], schedule)
+        of_each = {
+            key: [of_name[name] for name, _ in model.named_parameters()]
+            for key, of_name in of_names.items()
+        }
+        delay = of_each.get("delay_of", delay)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         pipelines = 2 if "chimera" in schedule else 1
-        oracle = Oracle(model, optimizer, m, task.loss_fn, delay, num_pipelines=pipelines)
+        late = of_each.get("late_of")
+        oracle = Oracle(
+            model, optimizer, m, task.loss_fn, delay, num_pipelines=pipelines, late=late
+        )
         remaining = iter(batches)
         parts = [[next(remaining) for _ in range(length)] for length in lengths]
         want = [oracle.train_together([[b] for b in part], averages=False) for part in parts]

@@ -23,7 +23,7 @@ from tests.samples.schedule_plan import KINDS, Change, Plan, changed
 from tests.samples.schedule_sizes import TWO_PIPELINES
 
 NUMBERS = st.integers(0, 419)  # 420: every number of choices up to 7 divides it
-OFTEN = ["swap", "move", "postpone", "postpone", "split", "merge"]  # what may stay legal
+OFTEN = ["swap", "move", "postpone", "postpone", "split", "merge", "late"]  # what may stay legal
 CHANGES = st.builds(Change, st.sampled_from([*KINDS, *OFTEN]), NUMBERS, NUMBERS, NUMBERS, NUMBERS)
 
 WHEN = ("before the step", "after the step")
@@ -120,7 +120,8 @@ def test_what_is_accepted_trains_as_its_delays_say(
         got = Trajectory([float(loss) for loss in losses], copy_of(pipe.state_dict()))
     model = task.model()
     delays = [plan.delay[stage_of[name]] for name, _ in model.named_parameters()]
-    oracle = Oracle(model, sgd(model.parameters()), m, task.loss_fn, delays)
+    late = plan.late and [plan.late[stage_of[name]] for name, _ in model.named_parameters()]
+    oracle = Oracle(model, sgd(model.parameters()), m, task.loss_fn, delays, late=late)
     want = [oracle.train_step(batch) for batch in batches]
     hypothesis.note(plan.text())
     assert_same(got, Trajectory(want, copy_of(model.state_dict())))

@@ -322,12 +322,12 @@ TEST(Schedule, BadArgumentsNameTheRuleAndTheValues) {
             "num_microbatches: 2, num_stages: 4: 2bw needs num_microbatches >= num_stages");
   EXPECT_EQ(value_error([] { make_schedule("2bw", 4, 3); }),
             "num_microbatches: 3, num_stages: 4: 2bw needs num_microbatches >= num_stages");
-  EXPECT_EQ(
-      value_error([] { make_schedule("2bww", 4, 4); }),
-      "schedule: \"2bww\": the known schedules are 2bw, 2bw_eager, 2bw_split, interleaved_2bw, "
-      "2bw_v, 2bw_v_two_thirds, 2bw_v_half, 2bw_v_min, "
-      "pipedream, 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, zero_bubble_2p, "
-      "interleaved_zero_bubble, zero_bubble_v, v_half, v_min, chimera, chimera_doubled");
+  EXPECT_EQ(value_error([] { make_schedule("2bww", 4, 4); }),
+            "schedule: \"2bww\": the known schedules are 2bw, 2bw_fresh, 2bw_eager, 2bw_split, "
+            "interleaved_2bw, "
+            "2bw_v, 2bw_v_two_thirds, 2bw_v_half, 2bw_v_min, "
+            "pipedream, 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, zero_bubble_2p, "
+            "interleaved_zero_bubble, zero_bubble_v, v_half, v_min, chimera, chimera_doubled");
   EXPECT_EQ(
       value_error([] { make_schedule("2bw_eager", 4, 6); }),
       "num_microbatches: 6, num_stages: 4: 2bw_eager needs num_microbatches >= 2 * num_stages "

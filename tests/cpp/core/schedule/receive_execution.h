@@ -255,7 +255,9 @@ class ReceiveExecution {
   int needed_by(const Action& action, int number) const {
     const int batch = number / schedule_.num_microbatches;
     if (action.kind == ActionKind::kUpdate) return batch - 1;
-    if (action.kind == ActionKind::kForward) return batch - schedule_.delay[action.stage] - 1;
+    if (action.kind == ActionKind::kForward) {
+      return batch - schedule_.delay_at(action.stage, number) - 1;
+    }
     return -1;
   }
   void await_planned(int rank, ListKind list, int place) {

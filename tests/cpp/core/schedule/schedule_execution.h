@@ -72,7 +72,19 @@ class ScheduleExecution {
     for (const int versions : schedule_.num_versions) {
       if (versions < 1) return false;
     }
-    return true;
+    for (std::size_t stage = 0; stage < schedule_.late_forwards.size() && stage < d; ++stage) {
+      // A stage keeps the versions of its delay also where no forward is late.
+      if (schedule_.num_versions[stage] <= schedule_.delay[stage]) return false;
+      const auto twin = schedule_.num_pipelines == 2 ? other_copy(static_cast<int>(stage)) : stage;
+      if (twin < schedule_.late_forwards.size() &&
+          schedule_.late_forwards[twin] != schedule_.late_forwards[stage]) {
+        return false;
+      }
+    }
+    for (const int late : schedule_.late_forwards) {
+      if (late < 0 || late > schedule_.num_microbatches) return false;
+    }
+    return schedule_.late_forwards.empty() || schedule_.late_forwards.size() == d;
   }
 
   bool wrong(std::string problem) {
@@ -154,7 +166,9 @@ class ScheduleExecution {
   bool reads_its_version(int index, long microbatch) const {
     const Stage& stage = stages_[index];
     const int batch = static_cast<int>(microbatch / schedule_.num_microbatches);
-    const int delay = schedule_.delay[index];
+    const auto place = microbatch % schedule_.num_microbatches;
+    const bool is_late = schedule_.late_forwards.empty() || place < schedule_.late_forwards[index];
+    const int delay = is_late ? schedule_.delay[index] : 0;
     const int version = batch > delay ? batch - delay : 0;
     return stage.slots[version % stage.slots.size()] == version;
   }

@@ -86,6 +86,10 @@ class ScheduleMutator {
       }
       case 15:
         s.delay[below(s.num_stages)] = below(3) ? below(4) - 1 : below(12);
+        if (below(2)) {
+          s.late_forwards = s.late_forwards_of_each();
+          s.late_forwards[below(s.num_stages)] = below(s.num_microbatches + 3) - 1;
+        }
         return;
       case 16: {
         // Often together: a delay that nobody keeps the versions for is soon found.

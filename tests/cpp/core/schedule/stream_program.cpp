@@ -97,9 +97,11 @@ void StreamProgram::send(std::vector<Work>& works, int stage, std::int64_t numbe
 std::vector<Work> StreamProgram::forward(int stage, std::int64_t microbatch) const {
   const int m = schedule_.num_microbatches;
   const int batch = batch_of(microbatch, m);
-  const int version = std::max(batch - schedule_.delay[stage], 0);
+  const int version = std::max(batch - schedule_.delay_at(stage, microbatch), 0);
   Work work = {kCompute, "F", {}, {{kRead, weights(stage, version)}}, {}};
-  if (version > 0 && microbatch % m == 0) work.waits.push_back({kVersionReady, stage, version});
+  const int before =
+      microbatch == 0 ? 0 : batch_of(microbatch - 1, m) - schedule_.delay_at(stage, microbatch - 1);
+  if (version > std::max(before, 0)) work.waits.push_back({kVersionReady, stage, version});
   std::vector<Work> works;
   if (!schedule_.is_first(stage)) {
     works.push_back(receive(stage, microbatch));
@@ -132,7 +134,8 @@ std::vector<Work> StreamProgram::backward(const Action& action, std::int64_t mic
   const bool gives_weight_grad = action.kind != kInputGrad;
   const std::int64_t number = -1 - microbatch;
   Work work = {kCompute, name_of(action.kind), {}, {}, {}};
-  work.accesses.push_back({kRead, weights(stage, std::max(batch - schedule_.delay[stage], 0))});
+  const int version = std::max(batch - schedule_.delay_at(stage, microbatch), 0);
+  work.accesses.push_back({kRead, weights(stage, version)});
   const auto received = [&](std::int64_t of) {
     const MemoryId memory = {MemoryKind::kReceived, stage, of};
     work.accesses.push_back({gives_weight_grad ? kLast : kRead, memory});

@@ -242,7 +242,8 @@ class TimelineCheck {
       EXPECT_GE(action.start, end(kWeightGrad));
     }
     if (action.kind != kUpdate) {
-      EXPECT_EQ(action.version, std::max(action.batch - schedule_.delay[action.stage], 0));
+      const int delay = schedule_.delay_at(action.stage, action.microbatch);
+      EXPECT_EQ(action.version, std::max(action.batch - delay, 0));
     }
   }
 

@@ -1,0 +1,191 @@
+"""Which forwards of a batch are late, where those alone are that cannot wait for the update."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .. import _C
+from ..ranks.operations import Announcement
+from ..runtime.extension import Extension, Kept, TakenBack
+from ..runtime.session import Session
+from ..runtime.stage_weights import StageWeights
+
+_MEASURED = 3
+"""Batches in which an update is measured: the first one, of which everything is slower, and two."""
+
+
+class Measured(NamedTuple):
+    """How long a stage takes, in seconds.
+
+    Attributes:
+        update: from the end of a batch's last backward until the weights can be read.
+        forward, backward: of one microbatch.
+    """
+
+    update: float
+    forward: float
+    backward: float
+
+
+def tied(session: Session, late: Sequence[int]) -> list[int]:
+    """The numbers, alike where stages have parameters in common: a microbatch reads one version."""
+    alike = list(late)
+    for stages in session.stages.joint_updates.tied:
+        for stage in stages:
+            alike[stage] = max(late[each] for each in stages)
+    return alike
+
+
+def check_tied(session: Session) -> None:
+    """Raises ValueError if a schedule of one's own has other numbers for tied stages."""
+    late = session.schedule.late_forwards
+    if tied(session, late) != late:
+        raise ValueError(
+            f"late_forwards: {late}, stages with tied parameters: "
+            f"{list(map(list, session.stages.joint_updates.tied))}: they must be alike there, as a "
+            "microbatch reads one version of a parameter"
+        )
+
+
+class LateForwards(Extension):
+    """Sets how many of a batch's first forwards are late on each stage, and saves the numbers.
+
+    A forward may read W(t) if it begins after the update that makes W(t); the others read W(t-1).
+    So the number follows from the schedule's lists and from how long an update takes.
+
+    Args:
+        slots: of an update. "auto": it is measured in the first batches, whose forwards are all
+            late. None: the schedule states which are late.
+    """
+
+    name = "late_forwards"
+    is_known_before_steps = True
+
+    def __init__(self, session: Session, slots: int | str | None) -> None:
+        self._session = session
+        self._is_measured = slots == "auto"
+        self._is_fixed = not self._is_measured
+        self._recording: object | None = None
+        self._steps = 0  # since it records
+        if isinstance(slots, int):
+            joint = list(session.stages.joint_updates)
+            backward = 3.0 if any(session.stages.options.recompute) else 2.0  # in forwards
+            late = session.schedule.late_for_slots(slots, joint, backward)
+            self._set(tied(session, late))
+        elif self._is_measured:
+            session.stages.set_late_forwards([])
+
+    def __str__(self) -> str:
+        return str(self._session.schedule.late_forwards)
+
+    def announced(self, everyone: Sequence[Announcement]) -> None:
+        session = self._session
+        is_training = everyone[0].ends_batch >= 0
+        if self._is_fixed or not is_training or not session.accumulation.is_between_batches:
+            return
+        if self._recording is None and not session.stages.is_recorded:
+            self._recording, self._steps = session.stages.record(), 0
+        elif self._recording is not None and self._steps == _MEASURED:
+            self._measure()
+
+    def step_submitted(self, batch: int) -> None:
+        self._steps += 1
+
+    def taken_back(self, taken: TakenBack) -> None:
+        if self._recording is not None:
+            self._session.stages.take_record(self._recording)
+            self._recording = None
+
+    def _measure(self) -> None:
+        """Takes what has been recorded on all ranks, if nobody else has taken it."""
+        session = self._session
+        session.drain()
+        if self._recording is None:  # a batch was taken back
+            return
+        records = session.stages.take_record(self._recording)
+        self._recording = None
+        mine = None if records is None else measured(records)
+        everyone = session.control.told_by_all(mine)
+        if any(each is None for each in everyone):
+            return
+        stages = [(stage, of) for each in everyone if each for stage, of in each.items()]
+        slowest = max((of for _, of in stages), key=lambda of: of.forward + of.backward)
+        updates = [0.0] * session.schedule.num_stages
+        for stage, of in stages:
+            updates[stage] = max(updates[stage], of.update)
+        late = session.schedule.late_for_seconds(
+            seconds=updates,
+            joint=[],  # the waiting for other stages is in the seconds
+            forward=slowest.forward,
+            backward=slowest.backward,
+        )
+        self._set(tied(session, late))
+
+    def _set(self, late: Sequence[int]) -> None:
+        """Makes this many forwards late: the most that one of the replicas needs."""
+        session = self._session
+        everyone = session.control.told_by_all((list(late), session.schedule.num_microbatches))
+        fewest = min(number for _, number in everyone)
+        wanted = [max(numbers) for numbers in zip(*(each for each, _ in everyone), strict=True)]
+        if self._is_measured and max(wanted) > fewest and session.grid.rank == 0:
+            warnings.warn(
+                f"update_slots: 'auto', num_microbatches: {fewest}: the update takes so long that "
+                f"{max(wanted)} forwards of a batch are late, which is the delay of 2bw. Give as "
+                "many microbatches",
+                stacklevel=2,
+            )
+        session.stages.set_late_forwards([min(number, fewest) for number in wanted])
+        self._is_fixed = True
+
+    def saved(self) -> dict[str, Any]:
+        late = self._session.schedule.late_forwards
+        return {"late_forwards": list(late) if self._is_fixed else []}
+
+    def check_saved(self, saved: Mapping[str, Any]) -> None:
+        mine, theirs = list(self._session.schedule.late_forwards), list(saved["late_forwards"])
+        fits = len(theirs) in (0, len(mine)) if self._is_measured else theirs == mine
+        if not fits:
+            raise ValueError(
+                f"late_forwards: {mine}, the checkpoint has {theirs or 'not measured them yet'}: "
+                "they must be equal. Give num_stages, num_microbatches and update_slots as when it "
+                "was saved, or load the weights alone"
+            )
+
+    def load(
+        self, saved: Mapping[str, Any] | None, kept: Kept, stages: Sequence[StageWeights]
+    ) -> None:
+        """Without a state those of before stay, or are measured."""
+        if saved is None:
+            return
+        self.check_saved(saved)
+        if saved["late_forwards"]:
+            self._set(saved["late_forwards"])
+
+
+def measured(records: Iterable[_C.ExecutedAction]) -> dict[int, Measured] | None:
+    """What each stage took, by its number; None: no batch was recorded from beginning to end."""
+    seconds: dict[tuple[int, str], list[float]] = collections.defaultdict(list)
+    complete: dict[tuple[int, int], float] = collections.defaultdict(float)  # by stage and run
+    made: dict[int, dict[int, float]] = collections.defaultdict(dict)  # by stage and run
+    for action in records:
+        if action.kind == "U":
+            made[action.stage][action.run] = action.end
+            continue
+        seconds[action.stage, action.kind].append(action.end - action.start)
+        if action.kind != "F":
+            here = action.stage, action.run
+            complete[here] = max(complete[here], action.end)
+    found = {}
+    for stage, ends in made.items():
+        updates = [ends[run] - complete[stage, run] for run in sorted(ends)[1:]]
+        if not updates or (stage, "F") not in seconds:
+            return None
+        typical = {kind: statistics.median(seconds[stage, kind]) for kind in "FBIWR"
+                   if (stage, kind) in seconds}  # fmt: skip
+        forward = typical.pop("F")
+        found[stage] = Measured(min(updates), forward, sum(typical.values()))
+    return found or None
