@@ -148,12 +148,10 @@ def run(
     with pd2.PipelineModule(
         model,
         lambda output, target: task.loss_fn(output.float(), target),
-        num_stages=1,
-        num_microbatches=1,
         schedule=method.schedule,
         warmup_batches=method.warmup_batches,
         example_args=task.held_out[:1],
-        **method.of_pipeline,
+        **{"num_stages": 1, "num_microbatches": 1, **method.of_pipeline},
     ) as pipe:
         wrapped = make_optimizers(task, optimizer, pipe, learning_rate, method.momentum)
         opt = pd2.PipelineOptimizer(

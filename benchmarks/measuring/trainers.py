@@ -86,6 +86,8 @@ class Pipeline:
         width: int = 1,
         replica_sums: str = "ordered",
         shard_state: bool = False,
+        update_slots: int | str | None = None,
+        extensions: Sequence[pd2.Extension] = (),
     ) -> None:
         self.batches_late = batches_late
         x, target = workload.batch(num_microbatches)
@@ -95,6 +97,7 @@ class Pipeline:
             num_microbatches=num_microbatches,
             schedule=schedule,
             stages_per_rank=stages_per_rank,
+            update_slots=update_slots,
             recompute=recompute,
             width=width,
             replica_sums=replica_sums,
@@ -104,6 +107,7 @@ class Pipeline:
             make_optimizer(self.pipe.parameters()),
             max_grad_norm=max_grad_norm,
             shard_state=shard_state,
+            extensions=extensions,
         )
         self.args = (x,) if self.pipe.is_first_stage else ()
         self.target = target if self.pipe.is_last_stage else None

@@ -89,6 +89,7 @@ void bind_options(py::module_& module) {
       std::pair("steps_on_host", &PlanOptions::steps_on_host),
       std::pair("microbatches_behind", &PlanOptions::microbatches_behind),
       std::pair("unequal_replicas", &PlanOptions::unequal_replicas),
+      std::pair("max_late_share", &PlanOptions::max_late_share),
       std::pair("reserved", &PlanOptions::reserved));
 }
 
@@ -176,6 +177,7 @@ void bind_plan(py::module_& module) {
   module.def("planned_schedules", &planned_schedules);
   py::class_<PlannedShape>(module, "PlannedShape")
       .def_readonly("num_versions", &PlannedShape::num_versions)
+      .def_readonly("late_share", &PlannedShape::late_share)
       .def_readonly("most_in_flight", &PlannedShape::most_in_flight)
       .def_readonly("most_recomputed", &PlannedShape::most_recomputed)
       .def_readonly("recomputes_together", &PlannedShape::recomputes_together)

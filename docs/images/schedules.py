@@ -1,5 +1,7 @@
 """Draws schedules.png: schedules on four ranks, simulated; of the V-shaped ones some.
 
+And fresh_forwards.png, 2bw beside 2bw_fresh.
+
 python docs/images/schedules.py
 """
 
@@ -32,10 +34,13 @@ CASES = (
 )
 
 
-def main() -> None:
+FRESH_CASES = (("2bw", 8, 1), ("2bw_fresh", 8, 1))
+
+
+def draw(cases: tuple[tuple[str, int, int], ...], picture: str) -> None:
     """Simulates and draws."""
     panels = {}
-    for name, m, v in CASES:
+    for name, m, v in cases:
         simulation = pd2.simulate(
             name,
             num_stages=RANKS * v,
@@ -44,18 +49,20 @@ def main() -> None:
             # A rank's work on a microbatch is the same however many stages it has.
             forward=1 / v,
             backward=2 / v,
-            num_batches=max(2, 12 // m),
+            num_batches=max(2, 12 // m) + (cases is FRESH_CASES),
         )
         chunks = f", {v} stages a rank" if v > 1 else ""
         idle = max(0.0, *simulation.bubbles)
-        panels[f"{name}: m = {m}{chunks}, idle {idle:.0%}"] = simulation.events
+        late = f", {simulation.late_share:.0%} late" if cases is FRESH_CASES else ""
+        panels[f"{name}: m = {m}{chunks}, idle {idle:.0%}{late}"] = simulation.events
     pd2.draw_timeline(
         panels,
-        Path(__file__).with_name("schedules.png"),
+        Path(__file__).with_name(picture),
         unit="forwards of a microbatch on a rank",
         width=15,
     )
 
 
 if __name__ == "__main__":
-    main()
+    draw(CASES, "schedules.png")
+    draw(FRESH_CASES, "fresh_forwards.png")

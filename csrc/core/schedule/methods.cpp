@@ -14,7 +14,8 @@ constexpr auto kTwo = Weights::kTwoVersions;
 // clang-format off
 constexpr std::array kMethods = {
     ScheduleMethod{.name = "2bw", .weights = kTwo, .is_planned = true},
-    ScheduleMethod{.name = "2bw_fresh", .weights = kTwo, .is_fresh = true},
+    ScheduleMethod{.name = "2bw_fresh", .weights = kTwo, .is_fresh = true,
+                   .is_planned = true},
     ScheduleMethod{.name = "2bw_eager", .weights = kTwo, .lag = Lag::kLongRoundTrip,
                    .is_planned = true},
     ScheduleMethod{.name = "2bw_split", .weights = kTwo, .is_split = true},

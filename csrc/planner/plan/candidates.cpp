@@ -56,13 +56,21 @@ std::vector<std::vector<double>> slowness_of_replicas(const PlanProblem& problem
   return by_mapping;
 }
 
+// The fewest microbatches of which no larger share is late than is allowed.
+int fewest_for_late_share(const PlanOptions& options, PipelineShape shape) {
+  if (!shape.method->is_fresh) return 1;
+  shape.num_microbatches = 1;
+  return static_cast<int>(std::ceil(shape.late_share() / options.max_late_share));
+}
+
 // The candidate with microbatches by the replicas' speed; none where batches would be too large.
 std::optional<Candidate> by_speed(const PlanProblem& problem, Candidate candidate,
                                   const std::vector<double>& slowness) {
   PipelineShape& shape = candidate.shape;
   const ScheduleMethod& method = *shape.method;
   if (slowness.empty() || method.is_bidirectional()) return std::nullopt;
-  const int least = *least_microbatches(method, shape.ranks, shape.stages_per_rank, 1);
+  const int least = *least_microbatches(method, shape.ranks, shape.stages_per_rank,
+                                        fewest_for_late_share(problem.options, shape));
   candidate.microbatches = microbatches_by_speed(
       slowness, least, method.microbatches_multiple_of(shape.ranks),
       ceil_div(problem.options.batch, candidate.rows), method.is_flushed() ? shape.ranks - 1 : 0);
@@ -83,8 +91,10 @@ void add_candidates(const PlanProblem& problem, const DeviceMappings& mappings,
   for (int size = 0; size < static_cast<int>(sizes.size()); ++size) {
     const std::int64_t rows = std::int64_t{width} * sizes[size].rows;
     if (rows > options.largest_batch) break;
-    const std::optional<int> m = least_microbatches(
-        method, ranks, stages_per_rank, ceil_div(options.batch, static_cast<int>(rows)));
+    const int fewest = fewest_for_late_share(options, {&method, ranks, stages_per_rank, 1});
+    const std::optional<int> m =
+        least_microbatches(method, ranks, stages_per_rank,
+                           std::max(fewest, ceil_div(options.batch, static_cast<int>(rows))));
     if (!m) continue;
     const bool may_be_equal = rows * *m <= options.largest_batch;
     const PipelineShape shape = {&method, ranks, stages_per_rank, *m};

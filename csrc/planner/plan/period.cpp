@@ -130,6 +130,10 @@ double period_of_two_versions(const PipelineShape& shape, const Costs& costs) {
     // From a batch's first F to the end of its update, two batches' time may pass.
     period = std::max(
         {period, stage.seconds(kUpdate), ((m + lag) * stage.work() + stage.seconds(kUpdate)) / 2});
+    // From the first F that waits for an update, of which lag + 1 are late, to the end of the next.
+    if (shape.method->is_fresh) {
+      period = std::max(period, (m - 1) * stage.work() + stage.seconds(kUpdate));
+    }
   }
   return period;
 }

@@ -169,6 +169,7 @@ PlannedShape planned_shape(std::string_view name, const ScheduleSizes& sizes) {
                                sizes.num_microbatches};
   PlannedShape planned;
   planned.num_versions = shape.num_versions();
+  planned.late_share = shape.late_share();
   planned.recomputes_together = shape.recomputes_together();
   for (int stage = 0; stage < shape.depth(); ++stage) {
     planned.most_in_flight.push_back(most_in_flight(shape, stage));

@@ -77,6 +77,7 @@ struct PlanOptions {
   // Microbatches that a device may be behind its host: their messages' memory is not free yet.
   int microbatches_behind = 0;
   bool unequal_replicas = false;  // replicas may have different numbers of microbatches
+  double max_late_share = 1;      // of schedules of which some forwards alone are late
   int num_alternatives = 5;
   double reserved = 0;  // bytes of each device that are no part of its type's memory; for errors
 };

@@ -112,6 +112,9 @@ class PlanArguments:
             given["objective"], given["slack"], given["num_batches"], given["start_within"]
         )
         check_bool("unequal_replicas", given["unequal_replicas"])
+        check_number("max_late_share", given["max_late_share"])
+        if given["max_late_share"] > 1:
+            raise ValueError(f"max_late_share: {given['max_late_share']}, it must be at most 1")
         optimizer, device = given["optimizer"], given["optimizer_device"]
         options = {name: given[name] for name in _OPTIONS}
         check_values(Options, options)

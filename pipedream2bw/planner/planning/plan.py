@@ -254,9 +254,11 @@ class Plan(PlanOutline, Document):
         replicas = "1 replica" if self.width == 1 else f"{self.width} replicas"
         rows = "1 row" if self.microbatch_rows == 1 else f"{self.microbatch_rows} rows"
         stages = "1 stage" if self.num_stages == 1 else f"{self.num_stages} stages"
+        share = self.shape.late_share
+        late = f", {100 * share:.0f} % of forwards late" if 0 < share < 1 else ""
         return (
             f"{self.schedule}: {replicas} of {stages}{chunks}, "
-            f"{self.microbatches_in_words} microbatches of {rows}"
+            f"{self.microbatches_in_words} microbatches of {rows}{late}"
         )
 
     @property
@@ -428,15 +430,16 @@ def _alternatives(plan: Plan) -> str:
             f"{each.width} x {each.num_stages}",
             f"{each.microbatches_in_words} of {each.microbatch_rows}",
             each.recompute,
+            f"{100 * each.shape.late_share:.0f} %",
             format_seconds(each.seconds_per_batch),
             f"{each.rows_per_second:.4g}",
             format_bytes(each.peak_bytes),
         ]
         for number, each in enumerate(plan.alternatives, 1)
     ]
-    columns = ("", "schedule", "replicas x stages", "microbatches", "recompute", "step", "rows/s")
+    columns = ("", "schedule", "replicas x stages", "microbatches", "recompute", "late", "step")
     reasons = [
         textwrap.fill(f"{number}: {each.lost_by}", _MOST_COLUMNS, subsequent_indent="   ")
         for number, each in enumerate(plan.alternatives, 1)
     ]
-    return "\n".join([table("the next best", [*columns, "peak"], rows), *reasons])
+    return "\n".join([table("the next best", [*columns, "rows/s", "peak"], rows), *reasons])

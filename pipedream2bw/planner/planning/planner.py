@@ -57,6 +57,7 @@ def plan(
     width: int | None = None,
     num_stages: int | None = None,
     unequal_replicas: bool = True,
+    max_late_share: float = 1.0,
     calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """The best way to train the profiled model on some devices.
@@ -78,10 +79,10 @@ def plan(
         batch: rows of one batch, of all replicas together: plans have w * b * m of them, at least.
             At most 100 million.
         largest_batch: rows of one batch, at most; the batch if None. The largest that trains well.
-        schedules: of "2bw", "2bw_eager", "1f1b", "gpipe", "interleaved", "zero_bubble", "chimera",
-            and in a V of up to 64 ranks "2bw_v", "2bw_v_two_thirds", "2bw_v_half", "2bw_v_min",
-            "zero_bubble_v", "v_half", "v_min". Of these, of ``stages_per_rank`` and of
-            ``recompute`` one may be given by itself.
+        schedules: of "2bw", "2bw_fresh", "2bw_eager", "1f1b", "gpipe", "interleaved",
+            "zero_bubble", "chimera", and in a V of up to 64 ranks "2bw_v", "2bw_v_two_thirds",
+            "2bw_v_half", "2bw_v_min", "zero_bubble_v", "v_half", "v_min". Of these, of
+            ``stages_per_rank`` and of ``recompute`` one may be given by itself.
         stages_per_rank: tried with "interleaved".
         recompute: ways to try: "none", "stages" (all of each stage), "blocks": of every stage only
             the blocks that its memory demands, of those the ones that take the least time. A block
@@ -107,6 +108,8 @@ def plan(
         unequal_replicas: with devices of several speeds, replicas may have different numbers of
             microbatches, as their devices are fast: the plan's num_microbatches is a number for
             each. Not with "chimera". False: all have as many.
+        max_late_share: of all forwards, those that may read W(t-1) under "2bw_fresh" with updates
+            of one slot: plans have as many microbatches as that takes.
         calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
             margin of memory.
 
@@ -153,6 +156,7 @@ def plan(
                     steps_on_host=optimizer_device is not None,
                     microbatches_behind=0 if profile.device.type == "cpu" else _MOST_BEHIND,
                     unequal_replicas=unequal_replicas,
+                    max_late_share=max_late_share,
                     reserved=0.0 if calibration is None else calibration.offset,
                 ),
             )
