@@ -52,61 +52,86 @@ PIP_INSTALL := $(PIP) install -q -c $(CONSTRAINTS)
 # What the virtual environment has comes first: ninja, cmake, clang-format.
 export PATH := $(BIN):$(PATH)
 
+# A pipe fails where its first command does.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
+BUILD_EXTENSION := $(BIN)/python setup.py -q build_ext --inplace
+# Of ninja's commands only their number and file. Warnings and errors stay as they are.
+BRIEFLY := sed -u -E 's,^(\[[0-9]+/[0-9]+\]) .* -c ($(CURDIR)/)?([^ ]+) -o .*,\1 \3,'
+
 .PHONY: build check demo spine test test-all test-cpp test-python test-device test-tsan asan extras fuzz lint nvcc \
     gpu-check docs docs-serve docs-links bench bench-smoke study wheel wheel-test matrix clean distclean
 .DELETE_ON_ERROR:
 
 build: $(STAMPS)/extension
+	@echo "built: $(VENV)/bin/python imports pipedream2bw from here, object files are in build/"
 
 $(STAMPS)/tools:
+	@echo "== environment $(VENV) with setuptools, ninja, numpy and cmake: half a minute"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q 'setuptools>=77' wheel ninja numpy
 	command -v cmake >/dev/null || $(PIP) install -q 'cmake>=3.22'
-	mkdir -p $(STAMPS) && touch $@
+	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/torch: $(STAMPS)/tools
+	@echo "== $(TORCH) where $(VENV) has no torch: half a minute for CPUs, with CUDA gigabytes"
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $(TORCH)
 	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(CONSTRAINTS)
-	touch $@
+	@touch $@
 
+# Compiled first, as pip would do it in silence.
 $(STAMPS)/package: $(STAMPS)/torch pyproject.toml setup.py
+	@echo "== the engine in C++: two to five minutes on two cores; [files done/all]"
+	$(BUILD_EXTENSION) | $(BRIEFLY)
+	@echo "== pipedream2bw into $(VENV), as a link to this folder: ten seconds"
 	$(PIP_INSTALL) --no-build-isolation -e .
-	touch $@
+	@touch $@
 
 $(STAMPS)/extension: $(STAMPS)/package $(CXX_FILES)
-	$(BIN)/python setup.py -q build_ext --inplace
-	touch $@
+	@echo "== the engine in C++, what changed of it"
+	$(BUILD_EXTENSION) | $(BRIEFLY)
+	@touch $@
 
 # What delays messages in tests and benchmarks, and the checked device.
 $(STAMPS)/delays: $(STAMPS)/extension $(wildcard tests/delays/* tests/checked_device/*)
-	PIPEDREAM2BW_TESTING=1 $(BIN)/python setup.py -q build_ext --inplace
-	touch $@
+	@echo "== delays of messages and the checked device, for tests: a minute or two"
+	PIPEDREAM2BW_TESTING=1 $(BUILD_EXTENSION) | $(BRIEFLY)
+	@touch $@
 
 $(STAMPS)/demo: $(STAMPS)/package
+	@echo "== tqdm, matplotlib, scikit-learn: half a minute"
 	$(PIP_INSTALL) 'pipedream2bw[demo]'
-	touch $@
+	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/package
+	@echo "== pytest, transformers, moto and others: one to three minutes"
 	$(PIP_INSTALL) 'pipedream2bw[test]'
-	touch $@
+	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/package
+	@echo "== Sphinx, MyST-NB, transformers and others: one to two minutes"
 	$(PIP_INSTALL) 'pipedream2bw[docs]'
-	touch $@
+	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package
+	@echo "== ruff, mypy, clang-format, import-linter: half a minute"
 	$(PIP_INSTALL) 'pipedream2bw[dev]'
-	touch $@
+	@touch $@
 
 # All that tests, documents and lint need, in one run of pip: for .ci/run.
 extras: $(STAMPS)/package
+	@echo "== what tests, documents and lint need, some 150 packages: two to four minutes"
 	$(PIP_INSTALL) 'pipedream2bw[test,docs,dev]'
-	touch $(STAMPS)/test $(STAMPS)/docs $(STAMPS)/dev
+	@touch $(STAMPS)/test $(STAMPS)/docs $(STAMPS)/dev
+	@echo "installed into $(VENV): what make test, make docs and make lint need"
 
 demo: $(STAMPS)/demo $(STAMPS)/extension
+	@echo "== training a small GPT in two processes: two minutes"
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --demo
 
 test: test-cpp test-python test-device
+	@echo "all tests passed: C++ in build/cpp and build/cpp-asan; tests/unit, distributed and device"
 
 test-all: PYTEST_ARGS += -m ''
 test-all: test test-tsan
@@ -132,6 +157,7 @@ endef
 # the searches' speed and largest cases are tested. The engine's tests are run under test-tsan alone:
 # libtorch's headers take minutes to compile.
 test-cpp: $(STAMPS)/extension
+	@echo "== C++ tests, twice: on the package's object files, and under the sanitizers: five minutes"
 	$(call run_cpp_tests,build/cpp,-DPD2_TESTS='core;planner;transport;kernels' $(PD2_OBJECTS),--timeout 300)
 	$(call run_cpp_tests,build/cpp-asan,$(ASAN),--timeout 600)
 
@@ -140,22 +166,28 @@ PD2_OBJECTS = -DPD2_OBJECTS="$$(ls -dt $(abspath build)/temp-* | grep -v 'testin
 # Needs no torch: .ci/run compiles this while pip brings it.
 ASAN = -DPD2_SANITIZE=address$(comma)undefined
 asan: $(STAMPS)/tools
+	@echo "== C++ tests, compiled for the sanitizers: one to two minutes"
 	$(call build_cpp_tests,build/cpp-asan,$(ASAN))
+	@echo "compiled: build/cpp-asan"
 
 test-tsan: export TSAN_OPTIONS = \
     ignore_noninstrumented_modules=1 suppressions=$(abspath tests/cpp/tsan.supp)
 test-tsan: $(STAMPS)/extension
+	@echo "== C++ tests that start threads, under the thread sanitizer: five minutes"
 	$(call run_cpp_tests,build/cpp-tsan,-DPD2_SANITIZE=thread $(PD2_OBJECTS) \
 	    -DCMAKE_PREFIX_PATH="$$($(BIN)/python -c 'import torch; print(torch.utils.cmake_prefix_path)')",\
 	    --timeout 600)
+	@echo "all tests passed: build/cpp-tsan"
 
 test-python: $(STAMPS)/test $(STAMPS)/delays
+	@echo "== tests/unit and tests/distributed: 14 minutes on two cores, a dot for each test"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/distributed $(PYTEST_WORKERS) \
 	    $(PYTEST_ARGS)
 
 # Apart from the others: a process has one accelerator, and here it is the checked device
 # (docs/design/checked-device.md).
 test-device: $(STAMPS)/test $(STAMPS)/delays
+	@echo "== tests/device, on the checked device: four minutes"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/device $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 # Which lines a training passes, beside docs/spine.txt. Builds the extension once more, for gcov.
@@ -166,26 +198,31 @@ FUZZ_INPUTS ?= 10000000
 FUZZ_TESTS := build/cpp-asan/core_test --gtest_filter='ScheduleTextFuzz.*'
 fuzz: export PD2_FUZZ_INPUTS = $(FUZZ_INPUTS)
 fuzz: $(STAMPS)/test $(STAMPS)/extension
+	@echo "== $(FUZZ_INPUTS) changed inputs of each format: ten million take hours"
 	$(call build_cpp_tests,build/cpp-asan,$(ASAN))
 	$(FUZZ_TESTS) --gtest_list_tests | grep '^Schedule'  # a filter that selects none is no failure
 	$(FUZZ_TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS)
 
 check: $(STAMPS)/test $(STAMPS)/delays lint
+	@echo "== the tests of what changed, and the core's: three minutes"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_WORKERS) \
 	    $$($(BIN)/python tests/changed.py $(SINCE))
+	@echo "make check: nothing found. make test runs all tests"
 
 # mypy reads it, and so do users' type checkers: it is part of a wheel.
 pipedream2bw/_C.pyi: $(STAMPS)/dev $(STAMPS)/extension $(wildcard csrc/bindings/*.py*)
 	$(BIN)/python csrc/bindings/make_stub.py $@
 
 lint: $(STAMPS)/dev pipedream2bw/_C.pyi
+	@echo "== clang-format, ruff, mypy, import-linter, rooms: a minute"
 	clang-format --dry-run -Werror $(CXX_FILES) $(CXX_TEST_FILES)
 	ruff check .
 	ruff format --check .
 	mypy --strict pipedream2bw csrc/bindings/make_stub.py tests/wrong_calls.py
 	lint-imports --no-logo --no-cache
 	$(BIN)/python -m pytest tests/unit/build/test_rooms.py
+	@echo "make lint: nothing found"
 
 NVCC ?= $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 # The kernels, and the C++ files that call them where there is CUDA.
@@ -237,30 +274,39 @@ else
 gpu-check: CHECKING := $(PYTHON)
 endif
 gpu-check:
+	@echo "== asking the device $(DEVICE): first a build, of minutes, then a table for each section"
 	$(CHECKING) -m tests.gpu_check --device $(DEVICE) --json $(JSON) $(GPU_CHECK_ARGS)
 
 # The root of the sources is the repository: docs/conf.py says why. -W: a warning is an error.
 SPHINX := OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W -n --keep-going -q -d build/docs-trees -c docs
 docs: $(STAMPS)/docs $(STAMPS)/extension
+	@echo "== the site, with its notebook run: a minute"
 	$(SPHINX) -b html . build/docs
 	$(BIN)/python docs/check_links.py build/docs
+	@echo "the site: build/docs/index.html; make docs-serve shows it"
 
 docs-serve: docs
+	@echo "http://localhost:8000, until Ctrl-C"
 	$(BIN)/python -m http.server --directory build/docs 8000
 
 docs-links: $(STAMPS)/docs $(STAMPS)/extension
+	@echo "== asking every link in the network: minutes"
 	$(SPHINX) -b linkcheck . build/docs-links
+	@echo "what each link answered: build/docs-links/output.txt"
 
 bench: $(STAMPS)/test $(STAMPS)/delays
 	set -e; for file in $(BENCHMARKS); do echo "== $$file"; \
 	    $(BIN)/python $$file --json benchmarks/results/$$(basename $$file .py).json; done
 	$(BIN)/python $(PAPER)/reproduce.py --json benchmarks/results/paper.json
 	$(BIN)/python $(PAPER)/scale.py --json benchmarks/results/scale.json
+	@echo "results: benchmarks/results/*.json"
 
 SMOKED := $(BENCHMARKS) benchmarks/models/survey.py $(PAPER)/reproduce.py $(PAPER)/scale.py \
     $(STUDY)/study.py $(STUDY)/precision.py $(STUDY)/which_optimizer.py
 bench-smoke: $(STAMPS)/test $(STAMPS)/delays
+	@echo "== each benchmark at its smallest, a line for each: three minutes"
 	$(BIN)/python -m tests.smoke $(SMOKED)
+	@echo "all benchmarks run; nothing was measured"
 
 # A wheel is for one minor version of torch, and says so in its name and in what it needs
 # (docs/wheels.md). libtorch is torch's own: it is found where torch has loaded it. On an image of
@@ -270,12 +316,13 @@ $(STAMPS)/wheel-tools: $(STAMPS)/torch
 	touch $@
 
 wheel: $(STAMPS)/wheel-tools pipedream2bw/_C.pyi
+	@echo "== a wheel for the torch in $(VENV), and the source distribution: two to five minutes"
 	rm -rf build/wheel && mkdir -p build/wheel dist
 	PIPEDREAM2BW_WHEEL=1 $(PIP) wheel -q --no-build-isolation --no-deps -w build/wheel .
 	rm -f dist/*.whl dist/*.tar.gz
 	$(BIN)/python -m auditwheel repair -w dist $(NOT_IN_WHEEL:%=--exclude %) build/wheel/*.whl
 	$(BIN)/python setup.py -q sdist
-	@ls -l dist
+	@echo "built:" dist/*
 
 NOT_IN_WHEEL := 'libtorch*' 'libc10*' 'libcud*' 'libnv*' 'libgomp*'
 
@@ -292,6 +339,7 @@ study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/precision.py --json $(STUDY)/precision.json --pictures $(STUDY)
 	$(BIN)/python $(STUDY)/which_optimizer.py --jobs 2 --json $(STUDY)/which_optimizer.json \
 	    --pictures $(STUDY)
+	@echo "results and pictures: $(STUDY)/*.json, $(STUDY)/*.png"
 
 clean:
 	rm -rf build dist out *.egg-info pipedream2bw/_C.* pipedream2bw/_build_info.py

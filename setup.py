@@ -60,7 +60,7 @@ def import_build_tools() -> tuple[Any, Any]:
             f"the build needs torch >= {minimum_torch}, which cannot be imported ({error}).\n"
             "Install it first, then build without isolation, so that the extension is compiled\n"
             "against the torch it will run with:\n"
-            f"    pip install torch 'setuptools>={MINIMUM_SETUPTOOLS}' wheel ninja\n"
+            f"    pip install torch numpy 'setuptools>={MINIMUM_SETUPTOOLS}' wheel ninja\n"
             "    pip install --no-build-isolation ."
         ) from None
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:

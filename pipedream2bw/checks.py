@@ -78,7 +78,7 @@ def check_microbatches_of_replicas(given: Sequence[object], width: int) -> tuple
         check_whole_number(f"num_microbatches[{replica}]", number)
     if len(given) != width:
         raise ValueError(
-            f"num_microbatches: {list(given)}, width: {width}: a number for each replica, or one "
-            "for all"
+            f"num_microbatches: {list(given)}, width: {width}: give a number for each replica, or "
+            "one for all"
         )
     return tuple(given)  # type: ignore[arg-type]

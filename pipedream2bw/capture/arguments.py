@@ -103,8 +103,8 @@ class CallSignature:
         if sources.keys() != set(self._names):
             raise ValueError(
                 f"arguments given: {listing(sources)}, in the example call: "
-                f"{listing(self._names)}: the model was captured for exactly the arguments of "
-                "example_args and example_kwargs"
+                f"{listing(self._names)}: the model was captured for the arguments of example_args "
+                "and example_kwargs. Give exactly these"
             )
         return [sources[name] for name in self._names]
 

@@ -111,15 +111,15 @@ def _check_rows(signature: CallSignature, replicated: set[str]) -> None:
         if leaf.example.dim() == 0 or leaf.example.shape[0] == 0:
             raise ValueError(
                 f"example argument {leaf.path} has shape {tuple(leaf.example.shape)}: dimension 0 "
-                "holds the batch's rows, at least 1; name it in replicated= if it has none"
+                "holds the batch's rows, at least 1. Name an argument without rows in replicated="
             )
         rows = leaf.example.shape[0]
         first = first or (leaf.path, rows)
         if rows != first[1]:
             raise ValueError(
                 f"example argument {leaf.path} has {rows} rows, {first[0]} has {first[1]}: every "
-                "tensor is split into microbatches along dimension 0; name it in replicated= if "
-                "it is to be passed whole"
+                "tensor is split into microbatches along dimension 0. Name a tensor in replicated= "
+                "to pass it whole"
             )
 
 

@@ -138,7 +138,7 @@ class TrafficReport:
             for stage in self.stages.values()
             for action in stage.actions.values()
         )
-        columns = ["stage", "action", *_KINDS, "GFLOP", "FLOP/byte", "least ms", "memory-bound"]
+        columns = ["stage", "action", *_KINDS, "GFLOP", "FLOP/B", "least ms", "memory"]
         columns += ["ms", "of roofline"] if is_measured else []
         rows = [
             _row(str(index), kind, action, is_measured)
@@ -148,9 +148,10 @@ class TrafficReport:
         peaks = self.figures.flops_per_second
         peak = peaks.get(self.dtype, peaks[torch.float32])
         title = (
-            f"MB moved by microbatches of {self.microbatch_rows} rows, on {self.figures.name}: "
-            f"{peak / 1e9:.4g} GFLOP/s, {self.figures.bytes_per_second / 1e9:.4g} GB/s, "
-            f"{peak / self.figures.bytes_per_second:.3g} FLOP/byte"
+            f"MB moved by microbatches of {self.microbatch_rows} rows; memory: its share of the "
+            f"least time\non {self.figures.name}: {peak / 1e9:.4g} GFLOP/s, "
+            f"{self.figures.bytes_per_second / 1e9:.4g} GB/s, "
+            f"{peak / self.figures.bytes_per_second:.3g} FLOP/B"
         )
         return table(title, columns, rows)
 

@@ -116,9 +116,9 @@ class LateHooks:
         for name, module in self._parted:
             if has_hooks(module):
                 raise ValueError(
-                    f"module {name!r}: hooks were registered on it after the pipeline was made, "
-                    "which calls its parts and not the module, or has compiled it: register "
-                    "them before"
+                    f"module {name!r}: hooks were registered after the pipeline was made, whose "
+                    "stages do not call the module: they call its parts, or have compiled it. "
+                    "Register hooks before"
                 )
         for module, copies in self._called:
             # Which kind the backward hooks are is no part of the dictionary that clones share.

@@ -99,8 +99,8 @@ def _following_set(plain: Callable[..., None]) -> Callable[..., None]:
         if len(packed) != _STATE.size or not packed.startswith(_MARK):
             raise ValueError(
                 f"set_rng_state: a state of {len(packed)} bytes, inside a stage it must be one "
-                "that get_rng_state gave there: the stages draw by key; random='torch' makes them "
-                "draw from torch's default generator"
+                "that get_rng_state gave there, as stages draw by key. Give random='torch' to make "
+                "stages draw from torch's default generator"
             )
         _, known, *place = _STATE.unpack(packed)
         _C.set_random_place(tuple(place) if known else None)

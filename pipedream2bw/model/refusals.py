@@ -90,9 +90,9 @@ def _refuse_module(name: str, module: nn.Module) -> None:
     kinds = {kind.__name__ for kind in type(module).__mro__}  # without loading FSDP
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         raise ValueError(
-            f"module {name or 'itself'}: {type(module).__name__}, it must not be sharded by FSDP: "
-            "that frees and gathers the parameters, of which each weight version has its own "
-            "memory; shard a stage by tensor parallelism (mesh=) or use more stages"
+            f"module {name or 'itself'}: {type(module).__name__}, it must not be sharded by FSDP, "
+            "which frees parameters: each weight version has memory of its own. Shard a stage by "
+            "tensor parallelism (mesh=), or use more stages"
         )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
         raise ValueError(
@@ -150,8 +150,8 @@ def _refuse_aliases(root: nn.Module) -> None:
         if other_begin < begin + first.nbytes:
             raise ValueError(
                 f"parameters {one} and {other} are two Parameters over the same memory, with "
-                f"requires_grad {first.requires_grad} and {second.requires_grad}: a tied weight "
-                "must be one Parameter, trained or frozen wherever it is used: assign the "
+                f"requires_grad {first.requires_grad} and {second.requires_grad}. A tied weight "
+                "must be one Parameter, trained or frozen wherever it is used. Assign the "
                 "Parameter itself (head.weight = embedding.weight)"
             )
 
@@ -179,8 +179,8 @@ def _refuse_views(root: nn.Module) -> None:
             if first[0] < second[1] and second[0] < first[1]:
                 raise ValueError(
                     f"{where} is a view of the memory of parameter {name}: it must be made in the "
-                    "forward, from the parameter: the pipeline has several versions of its "
-                    "weights, none of them there"
+                    "forward, from the parameter. The pipeline has versions of the weights, which "
+                    "lie elsewhere"
                 )
 
 

@@ -154,8 +154,7 @@ def what_to_recompute(recompute: object, schedule: Schedule) -> tuple[list[bool]
         return [any(schedule.max_in_flight(copy) > 1 for copy in each) for each in copies], ()
     if isinstance(recompute, str):
         raise ValueError(
-            f"recompute: {recompute!r}, known: True, False, 'auto'; names of modules are given as "
-            "a list"
+            f"recompute: {recompute!r}, known: True, False, 'auto'. Give names of modules as a list"
         )
     items: list[Any] = list(recompute) if isinstance(recompute, Sequence) else [None]
     if items and all(isinstance(item, str) for item in items):
@@ -166,5 +165,5 @@ def what_to_recompute(recompute: object, schedule: Schedule) -> tuple[list[bool]
             "or names of modules"
         )
     if len(items) != d:
-        raise ValueError(f"recompute: {len(items)} given, num_stages: {d}: one for each stage")
+        raise ValueError(f"recompute: {len(items)} given, num_stages: {d}: give one a stage")
     return items, ()

@@ -90,8 +90,8 @@ class PipelineModule(nn.Module):
             1604.06174), to keep their inputs only; ``"auto"``: stages of several microbatches.
         accumulate: n ``train_step`` calls are one batch, followed by one ``opt.step()``.
         loss_reduction: ``"mean"``, or ``"sum"`` if ``loss_fn`` sums over its rows.
-        normalizer: with sums, what they are sums over: True: given to each ``train_step``, or a
-            function of the target. Gradient and loss are divided by its sum over the batch.
+        normalizer: a number that summed losses are divided by: True: each ``train_step`` is given
+            it, or a function of the target. Its sum over the batch divides gradient and loss.
         metrics: names -> ``fn(output, target)``, means over rows; see ``train_step(...).metrics``.
         warmup_batches: the first so many are trained without a delay (arXiv 1910.05124).
         compile: True, or a dict of ``torch.compile``'s options, for each stage.
@@ -545,8 +545,8 @@ class PipelineModule(nn.Module):
         """Refuses with a TypeError: stages compute with copies of the model's modules."""
         raise TypeError(
             f"apply({getattr(fn, '__name__', fn)}): stages compute with copies of the model's "
-            "modules, which it would not reach; call model.apply() before the pipeline is made, "
-            "or load_state_dict() with new values"
+            "modules, which apply() would not reach. Call model.apply() before the pipeline is "
+            "made, or load_state_dict() with new values"
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -562,7 +562,7 @@ class PipelineModule(nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
-            "pickle of a pipeline: threads and connections cannot be saved; save "
+            "pickle of a pipeline: threads and connections cannot be saved. Save "
             "pipe.state_dict() or pipe.full_state_dict()"
         )
 

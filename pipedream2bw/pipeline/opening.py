@@ -215,7 +215,7 @@ def _stage_devices(
         return [model_device] * num_stages
     if len(devices) != num_stages:
         raise ValueError(
-            f"devices: {len(devices)} given, num_stages: {num_stages}: one for each stage"
+            f"devices: {len(devices)} given, num_stages: {num_stages}: give one for each stage"
         )
     return [with_index(torch.device(device)) for device in devices]
 

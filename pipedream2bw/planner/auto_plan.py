@@ -221,7 +221,7 @@ def _best(found: Profile, job: _Job) -> Plan:
     width, devices = job.width, job.num_devices
     in_processes = job.num_processes > 1
     if width is not None and width > 1 and not in_processes:
-        raise ValueError(f"width: {width}, processes: 1: every replica needs some of its own")
+        raise ValueError(f"width: {width}, processes: 1: run under torchrun")
     widths = [width] if width is not None else range(1, devices + 1 if in_processes else 2)
     plans: list[Plan] = []
     errors: list[ValueError] = []
@@ -236,7 +236,7 @@ def _best(found: Profile, job: _Job) -> Plan:
             errors.append(error)
     if not plans and not errors:
         raise ValueError(
-            f"width: {width}, processes: {devices}: every replica needs as many of them"
+            f"width: {width}, processes: {devices}: the width must divide the number of processes"
         )
     if not plans:
         raise errors[0]
@@ -281,6 +281,6 @@ def _of_rows(found: Profile, rows: int) -> Profile:
     known = {item.rows: item for item in found.microbatches}
     if rows not in known:
         raise ValueError(
-            f"profile: microbatches of {sorted(known)} rows, a batch has them of {rows}"
+            f"profile: microbatches of {sorted(known)} rows, the batch's: {rows}. Profile these"
         )
     return dataclasses.replace(found, microbatches=(known[rows],))

@@ -274,7 +274,7 @@ def one_each(name: str, given: PerStage, num_stages: int, *, of_edges: bool = Fa
     if len(values) != expected:
         what = "pair of neighbouring stages" if of_edges else "stage"
         raise ValueError(
-            f"{name}: {len(values)} values, num_stages: {num_stages}: one number, or one for each "
-            f"{what}"
+            f"{name}: {len(values)} values, num_stages: {num_stages}: give one number, or one for "
+            f"each {what}"
         )
     return values

@@ -97,8 +97,8 @@ def check_sums(facts: DeviceFacts, what: str) -> None:
     if facts.backend in (None, "gloo"):
         raise ValueError(
             f"device: {facts.device}, backend of the process group for it: {facts.backend}, "
-            f"{what}: gradients of several processes are added up on their devices, which needs "
-            "another backend, such as nccl; messages between stages alone do not"
+            f"{what}: gradients of several processes are added up on their devices. Give the group "
+            "another backend, such as nccl; messages between stages alone need none"
         )
 
 

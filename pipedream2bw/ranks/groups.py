@@ -179,9 +179,8 @@ def check_built(device_type: str, has_nccl: bool) -> None:
     """Raises ValueError if processes cannot join for want of NCCL."""
     if device_type == "cuda" and not has_nccl:
         raise ValueError(
-            "type of the model's device: cuda, backends of this torch: gloo without nccl: several "
-            "processes with GPUs need a torch that is built with NCCL, or init_process_group('gloo'"
-            ") before, by which messages go over the host's memory"
+            "type of the model's device: cuda, backends of this torch: gloo without nccl. Install "
+            "a torch with NCCL, or call init_process_group('gloo') before"
         )
 
 

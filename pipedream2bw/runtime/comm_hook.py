@@ -123,8 +123,8 @@ def check_hooks(session: Session, *, is_new: bool = False) -> None:
     if (is_new or has_hooks(session)) and has_optimizer and not session.stages.updates_wait:
         raise ValueError(
             f"register_comm_hook: schedule {session.schedule.name!r} and these optimizers make a "
-            "stage's update before all stages are through with the batch: hooks need SGD, Adam or "
-            "AdamW, or max_grad_norm= (inf clips nothing), and a schedule of one delay"
+            "stage's update before all stages are through with the batch. Hooks need a schedule of "
+            "one delay, with SGD, Adam or AdamW, or with max_grad_norm= (inf clips nothing)"
         )
 
 

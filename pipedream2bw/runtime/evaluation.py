@@ -82,7 +82,7 @@ def _joined(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
         if not shape or shape[0] != size:
             raise ValueError(
                 f"the model's output has shape {shape} for a microbatch of {size} "
-                "rows: outputs of microbatches are joined along dimension 0, so it must have the "
-                "microbatch's rows (or be one floating-point number, their mean)"
+                "rows: outputs of microbatches are joined along dimension 0. Return a tensor of "
+                "the microbatch's rows, or one floating-point number, the mean over the rows"
             )
     return torch.cat(list(leaves))

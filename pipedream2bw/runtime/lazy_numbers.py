@@ -79,7 +79,7 @@ class LazyNumber(abc.ABC):
             raise RuntimeError(
                 f"{type(self).__name__} of train_step {self.train_step}: {whose} last backwards "
                 f"run during the train_steps after it, of which {missing} must still be "
-                "called: read it then, or after flush()"
+                "called. Read the number then, or after flush()"
             )
 
     @abc.abstractmethod
@@ -161,7 +161,7 @@ class Loss(LazyNumber):
     def __iter__(self) -> NoReturn:
         # torch.amp.GradScaler.scale() takes what is no tensor for a sequence of them.
         raise TypeError(
-            "a Loss is one number, no sequence; to scale it before its backward give "
+            "a Loss is one number, no sequence. To scale losses before their backwards give "
             "PipelineOptimizer(loss_scale=pipedream2bw.LossScale()) in place of a GradScaler"
         )
 

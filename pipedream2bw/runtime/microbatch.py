@@ -47,15 +47,15 @@ def common_rows(named: Sequence[tuple[str, torch.Tensor]]) -> int | None:
     for name, tensor in named:
         if tensor.dim() == 0:
             raise ValueError(
-                f"{name}: shape [], every tensor is split along dimension 0: give it a dimension "
-                "of rows, or name it in replicated=() to pass it whole to every microbatch"
+                f"{name}: shape [], every tensor is split along dimension 0. Give the tensor rows, "
+                "or name it in replicated=() to pass it whole to every microbatch"
             )
         if first is None:
             first = (name, tensor.shape[0])
         elif tensor.shape[0] != first[1]:
             raise ValueError(
                 f"{name}: {tensor.shape[0]} rows in dimension 0, {first[0]}: {first[1]}: all "
-                "tensors of a batch have the same number of rows; name a tensor in replicated=() "
+                "tensors of a batch have the same number of rows. Name a tensor in replicated=() "
                 "to pass it whole to every microbatch"
             )
     return None if first is None else first[1]

@@ -47,8 +47,8 @@ def _check_replica(
         if training and kinds[0] != kinds[1]:
             told = [("a batch", "microbatches=")[kind] for kind in kinds]
             raise ValueError(
-                f"train_step on rank {one}: {told[0]}, on rank {last}: {told[1]}: the ranks of "
-                "a replica are given the same"
+                f"train_step on rank {one}: {told[0]}, on rank {last}: {told[1]}: give "
+                "all ranks of a replica the same"
             )
         first, other = (listed[rank] if listed else None for rank in (one, last))
         if first is not None and other is not None:
@@ -67,13 +67,12 @@ def _check_first_stages(
     if first.argument_rows != other.argument_rows:
         raise ValueError(
             f"rows of the arguments on rank {ranks[0]}: {first.argument_rows}, on rank "
-            f"{ranks[1]}: {other.argument_rows}: all first stages of a replica are given "
-            "the same batch"
+            f"{ranks[1]}: {other.argument_rows}: give all first stages of a replica the same batch"
         )
     if first.shapes != other.shapes:
         raise ValueError(
             f"arguments on rank {ranks[0]} and on rank {ranks[1]}: their shapes or dtypes "
-            "differ: all first stages of a replica are given the same batch"
+            "differ: give all first stages of a replica the same batch"
         )
 
 
@@ -81,14 +80,14 @@ def check_rows(rows: Sequence[int], target_rows: Sequence[int]) -> None:
     """Raises ValueError unless arguments and targets go together; empty: not given here."""
     if rows and target_rows and len(rows) != len(target_rows):
         raise ValueError(
-            f"microbatches: {len(rows)} with arguments, {len(target_rows)} with targets: the ranks "
-            "of a replica are given the same"
+            f"microbatches: {len(rows)} with arguments, {len(target_rows)} with targets: give "
+            "all ranks of a replica the same"
         )
     for number, (of_arguments, of_target) in enumerate(zip(rows, target_rows, strict=False)):
         if of_arguments >= 0 and of_target >= 0 and of_arguments != of_target:
             place = f"microbatch {number}: " if len(rows) > 1 else ""
             raise ValueError(
                 f"{place}rows of the arguments: {of_arguments}, rows of the target: {of_target}: "
-                "they must agree; name a tensor in replicated=() to pass it whole to every "
+                "give equal rows, or name a tensor in replicated=() to pass it whole to every "
                 "microbatch"
             )

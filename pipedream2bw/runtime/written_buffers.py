@@ -161,6 +161,6 @@ def _check_restorable(kept: _Kept) -> None:
     tensor = kept.tensor
     if tensor is not None and kept.copy is None and tensor._version != kept.version:
         raise RuntimeError(
-            f"buffer {kept.leaf!r}: a forward has written to it for the first time, so that no "
-            "copy of it was made before: what it was is lost"
+            f"buffer {kept.leaf!r}: a forward has written to the buffer for the first time, and no "
+            "copy was made before. The buffer's values before this batch are lost"
         )

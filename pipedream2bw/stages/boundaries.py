@@ -221,7 +221,8 @@ def _balanced(captured: Captured, num_stages: int) -> list[int]:
         raise ValueError(
             f"num_stages: {num_stages}, but the model can be cut in only {len(cuts)} places: "
             f"{longest.what} is used by layers {describe_layer(captured, longest.first)} and "
-            f"{describe_layer(captured, longest.last)}, which have to be on one stage"
+            f"{describe_layer(captured, longest.last)}, which have to be on one stage. "
+            f"Give num_stages <= {len(cuts) + 1}"
         )
     if len(cuts) == num_stages - 1:
         return [0, *cuts]
@@ -263,8 +264,8 @@ def _slowest(
 def _named(captured: Captured, num_stages: int, names: list[str]) -> list[int]:
     if len(names) != num_stages - 1:
         raise ValueError(
-            f"split: {len(names)} names, num_stages: {num_stages}: needs num_stages - 1 = "
-            f"{num_stages - 1} names, where stages 1... begin"
+            f"split: {len(names)} names, num_stages: {num_stages}: give num_stages - 1 = "
+            f"{num_stages - 1} names, of the layers where stages 1, 2, ... begin"
         )
     first_layer = first_layers(captured)
     boundaries = [0]
@@ -280,8 +281,7 @@ def _named(captured: Captured, num_stages: int, names: list[str]) -> list[int]:
         if layer <= boundaries[-1]:
             raise ValueError(
                 f"split: {name!r} begins at layer {layer}, the stage before begins at layer "
-                f"{boundaries[-1]}: names have to be in the order of execution, and stages not "
-                "empty"
+                f"{boundaries[-1]}. Give names in the order of execution, each once"
             )
         boundaries.append(layer)
     return boundaries

@@ -91,7 +91,7 @@ class Replayer:
             raise RuntimeError(
                 f"recompute: a forward wrote to inputs {written_inputs} and buffers {names}, the "
                 f"first microbatch's to inputs {known} and {len(self._written_buffers)} buffers: "
-                "what is run again has to write to the same ones in every microbatch"
+                "every microbatch has to write to the same ones. Leave out recompute= here"
             )
         replay.remember_versions()
 
@@ -181,8 +181,8 @@ class Block:
         )
         if self._replayer.writes_to_inputs:
             raise ValueError(
-                f"recompute: block {self._name} writes to its inputs in place: it cannot be run "
-                "again on them; recompute whole stages (recompute=True) instead"
+                f"recompute: block {self._name} writes to its inputs in place: the block cannot be "
+                "run again on them. Recompute whole stages (recompute=True) instead"
             )
         return outputs
 

@@ -55,7 +55,7 @@ CONSTRUCTIONS: dict[str, Any] = {
         {"num_microbatches": [2, 2]},
         {"num_microbatches": [2, 2]},
         "ValueError",
-        ["num_microbatches: [2, 2], width: 1: a number for each replica"],
+        ["num_microbatches: [2, 2], width: 1: give a number for each replica"],
     ),
     "a wrong one on one rank": (
         {"width": 2, "num_microbatches": [2, 0]},

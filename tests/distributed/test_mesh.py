@@ -162,7 +162,7 @@ def check(mesh: DeviceMesh, schedule: str, block: Any = Block, **options: Any) -
         if output is not None:
             assert_close("output", output, whole(*example).detach(), within=within)
         if tp is not None:
-            with pytest.raises(ValueError, match="first stages of a replica are given the same"):
+            with pytest.raises(ValueError, match="give all first stages of a replica the same"):
                 pipe(*(x[: len(x) - tp.get_local_rank()] for x in example))
     same("losses", torch.tensor(ours), torch.tensor(want))
     assert state

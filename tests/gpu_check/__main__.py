@@ -120,6 +120,8 @@ def main() -> int:
             if section.name not in asked:
                 report.put(not_begun(section, "interrupted"))
     summary(report.outcomes)
+    if options.json is not None:
+        print(f"\nevery row: {options.json}; --report {options.json} prints the documents' tables")
     return int(any(outcome.status == "FAIL" for outcome in report.outcomes))
 
 

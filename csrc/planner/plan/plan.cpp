@@ -158,11 +158,10 @@ Nearest nearest(const PlanProblem& problem, const std::vector<Candidate>& all) {
   return *found;
 }
 
-// The bytes in GiB with four digits, rounded up: enough for the rounding of the number, too.
-double in_gib_rounded_up(double bytes) {
-  const double gib = bytes / kBytesPerGiB;
-  const double unit = std::pow(10.0, std::floor(std::log10(gib)) - 3);
-  return std::ceil(gib / unit) * unit;
+// With four digits, rounded up: enough for the rounding of the number, too.
+double rounded_up(double number) {
+  const double last = std::pow(10.0, std::floor(std::log10(number)) - 3);
+  return std::ceil(number / last) * last;
 }
 
 [[noreturn]] void throw_does_not_fit(const PlanProblem& problem,
@@ -174,19 +173,21 @@ double in_gib_rounded_up(double bytes) {
     most = std::max(most, type.memory_bytes + problem.options.reserved);
   }
   const Nearest found = nearest(problem, candidates);
-  const double enough = in_gib_rounded_up(found.bytes + problem.options.reserved);
-  const std::string given = least < most
-                                ? detail::concat(least / kBytesPerGiB, " to ", most / kBytesPerGiB)
-                                : detail::concat(most / kBytesPerGiB);
+  const double needed = found.bytes + problem.options.reserved;
+  const auto [unit, name] = needed < kBytesPerGiB ? std::pair(kBytesPerGiB / 1024, "MiB")
+                                                  : std::pair(kBytesPerGiB, "GiB");
+  const double enough = rounded_up(needed / unit);
+  const std::string given = detail::concat(least / unit, least < most ? " to " : "",
+                                           least < most ? detail::concat(most / unit) : "");
   const std::string text = detail::concat(
-      "memory: ", given, " GiB: the model fits on no plan. The nearest one, ",
-      to_string(found.candidate), ", lacks ", enough - least / kBytesPerGiB, " GiB: memory=\"",
-      enough, "GiB\"", least < most ? " for every device" : "", " would do",
+      "memory: ", given, " ", name, ": the model fits on no plan. The nearest one, ",
+      to_string(found.candidate), ", lacks ", enough - least / unit, " ", name, ": memory=\"",
+      enough, name, "\"", least < most ? " for every device" : "", " would do",
       problem.options.reserved > 0
-          ? detail::concat(" (with the calibration's offset, ",
-                           problem.options.reserved / kBytesPerGiB, " GiB of each device)")
+          ? detail::concat(" (with the calibration's offset, ", problem.options.reserved / unit,
+                           " ", name, " of each device)")
           : "");
-  throw DoesNotFit(text, enough * kBytesPerGiB);
+  throw DoesNotFit(text, enough * unit);
 }
 
 // Plans by rising bound.

@@ -74,6 +74,6 @@ def check_same(whole: Sequence[Any], split: Sequence[Any], count: int) -> None:
         if not same:
             raise ValueError(
                 f"{CALLED}: output {number} of {count} microbatches and of the whole: {found}: "
-                "rows depend on each other, or random numbers are drawn; call model.eval(), or "
+                "rows depend on each other, or random numbers are drawn. Call model.eval(), or "
                 "leave out the backend"
             )

@@ -76,8 +76,11 @@ def obeyed(
         How processes are arranged; the options of PipelineModule; those of PipelineOptimizer.
 
     Raises:
-        ValueError: an argument that a pipeline cannot obey, or options that do not go together.
+        TypeError, ValueError: what a pipeline cannot obey, or options that do not go together.
     """
+    for name, given in (("pipeline", pipeline), ("pipeline_optimizer", optimizer)):
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{name}: {given!r} given, it must be a dict of options")
     _check_arguments(args, recomputes=recomputes)
     arrangement = _arrangement_of(args, pipeline)
     options = _pipeline_options(args, pipeline, arrangement, recomputes=recomputes)

@@ -67,7 +67,7 @@ class PipelineTrainer(Trainer):
         **others: Any,
     ) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else args
-        self._given = dict(pipeline), dict(pipeline_optimizer or {})
+        self._given = pipeline, pipeline_optimizer or {}
         self._recomputes = args.activation_checkpointing
         self._obey(args)
         self.pipe: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,5 +190,6 @@ def _list_schedules(given: argparse.Namespace) -> None:
         )
         return
     print(f"sizes that the schedules need\n{'schedule':<25}rules")
-    for method in _C.schedule_methods():  # rules are sentences: flush left
-        print(f"{method.name:<25}{'; '.join(method.size_rules)}")
+    for method in _C.schedule_methods():
+        row = f"{method.name:<25}{'; '.join(method.size_rules)}"
+        print(textwrap.fill(row, 100, subsequent_indent=" " * 25))

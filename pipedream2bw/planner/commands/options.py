@@ -19,7 +19,7 @@ class Options:
 
     Attributes:
         function: takes each option as the argument of the option's name, or of that name after
-            "num_" or "microbatch_".
+            "num_" or "microbatch_". The argument's name is an option too, as errors say it.
         helps: the help of each option, by its name without dashes.
     """
 
@@ -29,9 +29,10 @@ class Options:
     def add_to(self, parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
         """Adds the options to a parser, or to a group of one; none is required."""
         for flag, parameter in self._parameters().items():
+            flags = sorted({f"--{flag}", f"--{parameter.name.replace('_', '-')}"}, key=len)
             if parameter.annotation == "bool":
                 parser.add_argument(
-                    f"--{flag}",
+                    *flags,
                     dest=parameter.name,
                     action="store_const",
                     const=True,
@@ -43,9 +44,7 @@ class Options:
             if default not in (None, inspect.Parameter.empty):
                 values = default if isinstance(default, tuple) else (default,)
                 text += f"; default: {','.join(map(str, values))}"
-            parser.add_argument(
-                f"--{flag}", dest=parameter.name, type=kind, metavar=metavar, help=text
-            )
+            parser.add_argument(*flags, dest=parameter.name, type=kind, metavar=metavar, help=text)
 
     def given(self, namespace: argparse.Namespace) -> dict[str, Any]:
         """The function's arguments that are given."""

@@ -291,13 +291,10 @@ def check_grid(arguments: PlanArguments, cluster: Cluster, *, num_pieces: int) -
             check_whole_number(name, number)
     replicas = width or 1
     if replicas > num_devices:
-        raise ValueError(
-            f"width: {width}, devices: {num_devices}: every replica needs one at least"
-        )
+        raise ValueError(f"width: {width}, devices: {num_devices}: each replica needs a device")
     if replicas > arguments.largest_batch:
         raise ValueError(
-            f"width: {width}, largest_batch: {arguments.largest_batch}: every replica needs a row "
-            "at least"
+            f"width: {width}, largest_batch: {arguments.largest_batch}: each replica needs a row"
         )
     if num_stages is not None and num_stages > num_pieces:
         raise ValueError(
@@ -310,8 +307,8 @@ def check_grid(arguments: PlanArguments, cluster: Cluster, *, num_pieces: int) -
     ]
     if len(with_chunks) == len(schedules) and not stages_per_rank:
         raise ValueError(
-            f"stages_per_rank: none, schedules: {', '.join(schedules)}: it needs a number of them "
-            "to try"
+            f"stages_per_rank: none, schedules: {', '.join(schedules)}: these need several stages "
+            "on a rank. Give numbers to try, like (2, 4)"
         )
     most = min(num_devices // replicas, num_pieces)
     if any(_has(_METHODS[name], stages_per_rank, num_stages, most) for name in schedules):
@@ -321,9 +318,9 @@ def check_grid(arguments: PlanArguments, cluster: Cluster, *, num_pieces: int) -
         told.append(f"stages_per_rank: {', '.join(map(str, stages_per_rank))}")
     told += [f"{name}: {n}" for name, n in (("width", width), ("num_stages", num_stages)) if n]
     raise ValueError(
-        f"{', '.join(told)}, devices: {num_devices}, pieces of the model: {num_pieces}: a replica "
-        "needs a device for each stage, or for each stages_per_rank stages where a schedule has "
-        "several on a rank; two pipelines and a V need an even number of stages"
+        f"{', '.join(told)}, devices: {num_devices}, pieces of the model: {num_pieces}: no plan "
+        "has all of this. A replica needs a device for each stage, or for stages_per_rank stages. "
+        "Two pipelines and a V need an even number of stages"
     )
 
 

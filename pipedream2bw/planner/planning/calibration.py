@@ -128,7 +128,7 @@ def calibrate(
         activations = [predicted[rank][1] for rank in peaks]
         factor = _slope(activations, [peak - predicted[rank][0] for rank, peak in peaks.items()])
     if not peaks:
-        raise ValueError(f"measured: stages {sorted(measured)}, devices hold {ranks}: of one all")
+        raise ValueError(f"measured: stages {sorted(measured)}, devices hold {ranks}: give all")
     above = [
         peak - predicted[rank][0] - factor * predicted[rank][1] for rank, peak in peaks.items()
     ]

@@ -238,7 +238,7 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     ((*ASKED, "--memory", "16GBs"), "16GBs"),
     ((*ASKED, "--picture", "plan.gif"), "--picture: plan.gif, suffix: '.gif'"),
     ((*ASKED, "--dry", "v1000"), "--dry: 'v1000', known: "),
-    ((*ASKED, "--rows", "1,x"), "--rows: '1,x'"),
+    ((*ASKED, "--rows", "1,x"), "--rows/--microbatch-rows: '1,x'"),
     ((*ASKED, "--schedules", "3bw"), "3bw"),
     ((*ASKED, "--objective", "fun"), "fun"),
     ((*ASKED, "--optimizer", "none"), "none"),

@@ -115,10 +115,10 @@ def test_bad_arguments_name_the_field_and_both_values() -> None:
 
 
 def test_a_model_too_large_is_told_what_would_do() -> None:
-    with pytest.raises(ValueError, match=r'lacks .* GiB: memory=".*" would do') as error:
+    with pytest.raises(ValueError, match=r'lacks .* MiB: memory=".*MiB" would do') as error:
         made_plan(memory="1MB")
     would_do = str(error.value).split('memory="')[1].split('"')[0]
-    assert made_plan(memory=would_do).peak_bytes <= float(would_do.removesuffix("GiB")) * 2**30
+    assert made_plan(memory=would_do).peak_bytes <= float(would_do.removesuffix("MiB")) * 2**20
 
 
 def test_messages_that_a_gpu_has_not_read_take_memory() -> None:

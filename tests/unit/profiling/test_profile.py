@@ -452,7 +452,7 @@ def test_the_command(
         (["--model", "model_to_profile:broken"], "returned no 'loss_fn'"),
         (["--model", "model_to_profile:none"], "has no function 'none'"),
         (["--model", "model_to_profile"], "MODULE:FUNCTION"),
-        (["--rows", "2,x"], "--rows: '2,x'"),
+        (["--rows", "2,x"], "--rows/--microbatch-rows: '2,x'"),
         (["--dry", "v1000"], "--dry: 'v1000', known: v100"),
     ):
         with pytest.raises(SystemExit):

@@ -165,7 +165,7 @@ def test_what_is_held_is_what_was_received_and_one_microbatchs_activations() -> 
             ValueError,
             r"recompute: 'always', known: True, False, 'auto'",
         ),
-        ([True], ValueError, r"recompute: 1 given, num_stages: 2: one for each stage"),
+        ([True], ValueError, r"recompute: 1 given, num_stages: 2: give one a stage"),
         ([1, 0], TypeError, r"recompute: \[1, 0\] given, it must be a bool"),
         (3, TypeError, r"recompute: 3 given"),
     ],

@@ -129,7 +129,7 @@ def test_an_unknown_name_is_told_whatever_the_way_of_capture(untraceable: bool) 
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        (["blocks.1", "blocks.2"], r"2 names, num_stages: 2: needs num_stages - 1 = 1 names"),
+        (["blocks.1", "blocks.2"], r"2 names, num_stages: 2: give num_stages - 1 = 1 names"),
         ([], r"0 names, num_stages: 2"),
         ("balanced", r"'balanced' given; it must be \"auto\""),
         (["blocks.0"], r"'blocks.0' begins at layer 0, the stage before begins at layer 0"),
@@ -141,7 +141,7 @@ def test_splits_that_make_no_stages(split: Any, message: str) -> None:
 
 
 def test_names_out_of_order() -> None:
-    with pytest.raises(ValueError, match=r"'blocks.1' begins at layer 6, .* layer 12: .*order"):
+    with pytest.raises(ValueError, match=r"'blocks.1' begins at layer 6, .* layer 12. .*order"):
         choose_boundaries(captured(3), 3, ["blocks.2", "blocks.1"])
 
 

@@ -77,6 +77,14 @@ def test_arguments_that_a_pipeline_cannot_obey_are_named(
         piped(VIT, tmp_path, TWO, **arguments)
 
 
+def test_options_that_are_no_dictionary_are_named(tmp_path: Path) -> None:
+    given = VIT.arguments(tmp_path)
+    with pytest.raises(TypeError, match="pipeline: 2 given, it must be a dict"):
+        PipelineTrainer(**given, pipeline=2)
+    with pytest.raises(TypeError, match=r"pipeline_optimizer: \[1\] given, it must be a dict"):
+        PipelineTrainer(**given, pipeline=TWO, pipeline_optimizer=[1])
+
+
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed", "parallelism_config"])
 def test_other_ways_to_distribute_are_named(name: str, tmp_path: Path) -> None:
     given = VIT.arguments(tmp_path)
