@@ -16,7 +16,7 @@ from ..checks import check_microbatches_of_replicas
 from ..errors import reworded
 from ..model.precision import Precision
 from ..options import Options
-from ..ranks.process_grid import check_mesh, described
+from ..ranks.mesh import check_mesh, described
 from ..rules import comparable
 from ..schedules.load import fingerprint, schedule_for
 

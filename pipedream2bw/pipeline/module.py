@@ -19,8 +19,8 @@ from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..model.metrics import Metric
 from ..options import Options
+from ..ranks.mesh import mesh_of
 from ..ranks.operations import Announcement, Operation
-from ..ranks.process_grid import mesh_of
 from ..runtime.closing import close, give_back
 from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
 from ..runtime.discard_batch import discard_batch, discard_left

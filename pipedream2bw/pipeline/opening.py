@@ -25,7 +25,6 @@ from ..options import EXCLUSIONS, Options
 from ..ranks.agreement import ControlPlane, join
 from ..ranks.devices import agree_on_devices
 from ..ranks.grid import RankGrid
-from ..ranks.process_grid import ProcessGrid
 from ..rules import FUNCTION, check_values, refuse, settings
 from ..runtime.accumulation import Accumulation
 from ..runtime.local_stages import LocalStages
@@ -231,20 +230,15 @@ def _what_is_summed(checked: Checked) -> str | None:
 def place(checked: Checked, control: ControlPlane) -> RankGrid:
     """Gives each process its stages, and joins those that hold the same ones."""
     arrangement, schedule = checked.arrangement, checked.schedules[0]
-    width = arrangement.width
-    grid = RankGrid(schedule.placement, schedule.num_pipelines, control.deadline, arrangement.mesh)
-    if control.size > 1:
-        grid = ProcessGrid(
-            grid,
-            width=width,
-            world=control.size,
-            order=arrangement.order,
-        )
-    elif width != 1:
-        raise ValueError(
-            f"width: {width}, processes: 1: replicas need one process per rank of the schedule and "
-            f"replica: run under torchrun --nproc-per-node {width * grid.num_ranks}"
-        )
+    grid = RankGrid(
+        schedule.placement,
+        schedule.num_pipelines,
+        control.deadline,
+        arrangement.mesh,
+        width=arrangement.width,
+        world=control.size,
+        order=arrangement.order,
+    )
     stages = ", ".join(map(str, grid.stages_of_model))
     control.place = f"rank {grid.rank} (stage {stages})"
     return grid

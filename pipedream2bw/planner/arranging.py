@@ -17,7 +17,7 @@ from ..model.precision import Precision
 from ..options import Options
 from ..pipeline.arrangement import Arrangement, what_to_recompute
 from ..ranks.agreement import ControlPlane
-from ..ranks.process_grid import check_mesh
+from ..ranks.mesh import check_mesh
 from ..schedules.load import fingerprint, schedule_for
 from .auto_plan import plan_for_devices_at_hand
 from .planning.plan import Plan

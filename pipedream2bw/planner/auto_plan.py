@@ -19,7 +19,7 @@ from ..model.trees import tensors_in
 from ..options import EXCLUSIONS, PLANNED_EXCLUSIONS, Options
 from ..pipeline.arrangement import DEFAULT_SCHEDULE
 from ..ranks.agreement import ControlPlane
-from ..ranks.process_grid import check_mesh, described
+from ..ranks.mesh import check_mesh, described
 from ..rules import among, check_values, refuse, settings
 from ..schedules.load import make_schedule
 from .planning.plan import Plan

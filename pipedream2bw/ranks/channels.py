@@ -11,7 +11,6 @@ from .. import _C
 from .deadline import Deadline
 from .grid import RankGrid
 from .process_channels import ProcessChannels
-from .process_grid import ProcessGrid
 
 
 class Channels:
@@ -41,7 +40,7 @@ class Channels:
         self.senders: dict[tuple[int, int], _C.Sender] = {}
         self.receivers: dict[tuple[int, int], _C.Receiver] = {}
         self._between = None
-        if isinstance(grid, ProcessGrid):
+        if grid.in_processes:
             assert control is not None
             # As many messages as can be sent before the receiver has to take one.
             most_under_way = max(in_flight) + 1

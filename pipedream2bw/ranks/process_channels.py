@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from .. import _C
 from .deadline import Deadline
+from .grid import RankGrid
 from .groups import (
     TIMEOUT,
     backends_of,
@@ -18,7 +19,6 @@ from .groups import (
     new_group,
     options_of_messages,
 )
-from .process_grid import ProcessGrid
 from .rings import ChannelEnds, DeviceRing, PeerWatch, agreed_by_all, make_device_ring, make_ring
 
 
@@ -48,7 +48,7 @@ class ProcessChannels:
 
     def __init__(
         self,
-        grid: ProcessGrid,
+        grid: RankGrid,
         *,
         devices: Sequence[torch.device],
         most_under_way: int,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import pipedream2bw as pd2
-from pipedream2bw.ranks import process_channels, process_grid
+from pipedream2bw.ranks import grid, process_channels
 from pipedream2bw.ranks.groups import new_group, runs_on_device
 from tests.device import checked
 from tests.device.on_device import batch_on, check_on_device, on
@@ -246,7 +246,7 @@ def train_tied(rank: int, world: int) -> None:
             on_device.append(runs_on_device(made))
         return made
 
-    with checked.expect_no_errors(), mock.patch.object(process_grid, "new_group", make):
+    with checked.expect_no_errors(), mock.patch.object(grid, "new_group", make):
         check_tied(device)
         check_tied(device, "1f1b")
         check_tied(device, "zero_bubble")

@@ -246,7 +246,7 @@ def make_a_mesh_while_one_hangs(rank: int) -> None:
     )
     start = time.monotonic()
     hang = mock.patch(
-        "pipedream2bw.ranks.process_grid.DeviceMesh", side_effect=lambda *a, **k: time.sleep(60)
+        "pipedream2bw.ranks.mesh.DeviceMesh", side_effect=lambda *a, **k: time.sleep(60)
     )
     try:
         with hang if rank == 1 else contextlib.nullcontext():
