@@ -110,16 +110,11 @@ struct Feedback {
 };
 struct NoFeedback {};
 
-// `momentum_buffer` is read and written if momentum != 0, else it may be null. `feedback` is a
-// Feedback or NoFeedback.
-template <typename Weights, typename T = typename Weights::Scalar, typename Fed = NoFeedback>
-void sgd_cpu(const Weights& weights, const typename Weights::Gradient* g, T* momentum_buffer,
-             std::int64_t n, const SgdOptions& options, const Fed& feedback = {});
-
-// `max_exp_avg_sq` is read and written if amsgrad, else it may be null.
-template <typename Weights, typename T = typename Weights::Scalar, typename Fed = NoFeedback>
-void adam_cpu(const Weights& weights, const typename Weights::Gradient* g, T* exp_avg,
-              T* exp_avg_sq, T* max_exp_avg_sq, std::int64_t n, const AdamOptions& options,
-              const Fed& feedback = {});
+// A step's state: SGD's momentum buffer; Adam's exp_avg, exp_avg_sq and max_exp_avg_sq. Arrays that
+// the options do not ask for (momentum == 0, no amsgrad) may be null.
+template <typename T>
+struct State {
+  T* arrays[3];
+};
 
 }  // namespace pd2::kernels

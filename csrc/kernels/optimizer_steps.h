@@ -28,7 +28,9 @@ template <typename V>
 class SgdStep {
  public:
   using Vector = V;
-  static constexpr int kFewestStates = 0;  // or one more, with momentum
+  using Options = SgdOptions;
+  static constexpr int kFewestStates = 0;
+  static int num_states(const SgdOptions& options) { return options.momentum != 0.0 ? 1 : 0; }
 
   explicit SgdStep(const SgdOptions& options)
       : negative_lr_(rounded<V>(-options.lr)),
@@ -62,7 +64,9 @@ template <typename V>
 class AdamStep {
  public:
   using Vector = V;
-  static constexpr int kFewestStates = 2;  // or one more, with amsgrad
+  using Options = AdamOptions;
+  static constexpr int kFewestStates = 2;
+  static int num_states(const AdamOptions& options) { return options.amsgrad ? 3 : 2; }
 
   explicit AdamStep(const AdamOptions& options)
       : weight_factor_(rounded<V>(1.0 - options.lr * options.weight_decay)),

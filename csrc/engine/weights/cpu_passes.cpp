@@ -1,6 +1,7 @@
 #include "engine/by_device_type.h"
 #include "engine/weights/device_passes.h"
 #include "engine/weights/tensor_norms.h"
+#include "kernels/cpu/step.h"
 #include "kernels/half.h"
 
 #include <ATen/Parallel.h>
@@ -9,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <type_traits>
 #include <variant>
 
@@ -20,12 +22,6 @@ constexpr std::int64_t kLineBytes = 64;
 constexpr std::int64_t kGrainBytes = std::int64_t{1} << 20;
 // Elements of the gradient that are still in the cache when they are read after having been scaled.
 constexpr std::int64_t kScaledAtOnce = std::int64_t{1} << 16;
-
-template <typename T>
-T* state_at(const FlatStep& step, std::size_t which, std::int64_t i) {
-  void* state = step.arrays.state[which];
-  return state == nullptr ? nullptr : static_cast<T*>(state) + i;
-}
 
 template <typename T>
 void scale(T* g, std::int64_t n, T by) {
@@ -42,13 +38,19 @@ void step_fed(const Weights& weights, const FlatStep& step, const kernels::StepO
               std::int64_t begin, std::int64_t end, const Fed& feedback) {
   using T = typename Weights::Scalar;
   const auto* g = static_cast<const typename Weights::Gradient*>(step.arrays.g) + begin;
-  const std::int64_t state = run.state + begin - run.begin, n = end - begin;
+  kernels::State<T> state{};
+  for (std::size_t i = 0; i < std::size(state.arrays); ++i) {
+    if (void* array = step.arrays.state[i]) {
+      state.arrays[i] = static_cast<T*>(array) + run.state + begin - run.begin;
+    }
+  }
+  const auto take = [&](const auto& options) {
+    kernels::step_cpu(weights.at(begin), g, state, end - begin, options, feedback);
+  };
   if (const auto* sgd = std::get_if<kernels::SgdOptions>(&run.options)) {
-    kernels::sgd_cpu(weights.at(begin), g, state_at<T>(step, 0, state), n, *sgd, feedback);
+    take(*sgd);
   } else {
-    kernels::adam_cpu(weights.at(begin), g, state_at<T>(step, 0, state),
-                      state_at<T>(step, 1, state), state_at<T>(step, 2, state), n,
-                      std::get<kernels::AdamOptions>(run.options), feedback);
+    take(std::get<kernels::AdamOptions>(run.options));
   }
 }
 

@@ -41,13 +41,9 @@ kernels::NormKind norm_kind(double norm_type) {
 }  // namespace
 
 void upload_on_grid(const FlatStep& step, at::Tensor& table, const GridDevice& device) {
-  const bool is_double = step.arrays.kind == kernels::WeightsKind::kDouble;
-  const bool is_sgd = step.arrays.rule == kernels::StepRule::kSgd;
-  upload_bytes(is_sgd ? (is_double ? kernels::sgd_table<double>(step.runs, step.gradient_scale)
-                                   : kernels::sgd_table<float>(step.runs, step.gradient_scale))
-                      : (is_double ? kernels::adam_table<double>(step.runs, step.gradient_scale)
-                                   : kernels::adam_table<float>(step.runs, step.gradient_scale)),
-               step.device, device.pins_memory, table);
+  upload_bytes(
+      kernels::step_table(step.arrays.rule, step.arrays.kind, step.runs, step.gradient_scale),
+      step.device, device.pins_memory, table);
   if (step.factor.defined()) {  // which the host does not know
     constexpr std::int64_t kPlace = offsetof(kernels::StepControl, gradient_scale);
     table.narrow(0, kPlace, sizeof(double)).view(at::kDouble).copy_(step.factor);

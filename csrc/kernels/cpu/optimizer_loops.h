@@ -143,6 +143,14 @@ void step_array(const Arrays<Weights, kStates>& a, std::int64_t n, const Step& s
   }
 }
 
+template <int kStates, typename Weights>
+Arrays<Weights, kStates> arrays_of(const Weights& weights, const typename Weights::Gradient* g,
+                                   const State<typename Weights::Scalar>& state) {
+  Arrays<Weights, kStates> arrays{weights, g, {}};
+  for (int s = 0; s < kStates; ++s) arrays.state[s] = state.arrays[s];
+  return arrays;
+}
+
 template <typename V>
 NoFeedback fed_array(const NoFeedback&) {
   return {};
@@ -152,36 +160,25 @@ FedArray<V, Kept> fed_array(const Feedback<Kept>& feedback) {
   return {FeedbackStep<V>(feedback.options), feedback.kept};
 }
 
-template <typename V, typename Weights, typename Fed, typename T = typename Weights::Scalar>
-void sgd_pass(const Weights& weights, const typename Weights::Gradient* g, T* momentum_buffer,
-              std::int64_t n, const SgdOptions& options, const Fed& feedback, bool stream) {
-  const SgdStep<V> step(options);
+template <typename Step, typename Weights, typename Fed>
+void step_pass(const Weights& weights, const typename Weights::Gradient* g,
+               const State<typename Weights::Scalar>& state, std::int64_t n,
+               const typename Step::Options& options, const Fed& feedback, bool stream) {
+  using V = typename Step::Vector;
+  constexpr int kFewest = Step::kFewestStates;
+  const Step step(options);
   const auto fed = fed_array<V>(feedback);
-  if (options.momentum != 0.0) {
-    step_array<V>(Arrays<Weights, 1>{weights, g, {momentum_buffer}}, n, step, fed, stream);
+  if (Step::num_states(options) == kFewest) {
+    step_array<V>(arrays_of<kFewest>(weights, g, state), n, step, fed, stream);
   } else {
-    step_array<V>(Arrays<Weights, 0>{weights, g, {}}, n, step, fed, stream);
-  }
-}
-
-template <typename V, typename Weights, typename Fed, typename T = typename Weights::Scalar>
-void adam_pass(const Weights& weights, const typename Weights::Gradient* g, T* exp_avg,
-               T* exp_avg_sq, T* max_exp_avg_sq, std::int64_t n, const AdamOptions& options,
-               const Fed& feedback, bool stream) {
-  const AdamStep<V> step(options);
-  const auto fed = fed_array<V>(feedback);
-  if (options.amsgrad) {
-    step_array<V>(Arrays<Weights, 3>{weights, g, {exp_avg, exp_avg_sq, max_exp_avg_sq}}, n, step,
-                  fed, stream);
-  } else {
-    step_array<V>(Arrays<Weights, 2>{weights, g, {exp_avg, exp_avg_sq}}, n, step, fed, stream);
+    step_array<V>(arrays_of<kFewest + 1>(weights, g, state), n, step, fed, stream);
   }
 }
 
 template <typename Weights, typename Fed>
 constexpr FedPasses<Weights, Fed> fed_passes() {
   using V = Vector<typename Weights::Scalar>;
-  return {&sgd_pass<V, Weights, Fed>, &adam_pass<V, Weights, Fed>};
+  return {{&step_pass<SgdStep<V>, Weights, Fed>}, {&step_pass<AdamStep<V>, Weights, Fed>}};
 }
 
 struct PassesOfEach {

@@ -8,16 +8,16 @@
 namespace pd2::kernels {
 
 // Fed is a Feedback or NoFeedback.
-template <typename Weights, typename Fed>
-struct FedPasses {
-  using T = typename Weights::Scalar;
-  using G = typename Weights::Gradient;
+template <typename Weights, typename Options, typename Fed>
+struct Pass {
   // `stream`: w_out is 64-byte aligned, no other argument, and too large to be worth caching.
-  void (*sgd)(const Weights& weights, const G* g, T* momentum_buffer, std::int64_t n,
-              const SgdOptions& options, const Fed& feedback, bool stream);
-  void (*adam)(const Weights& weights, const G* g, T* exp_avg, T* exp_avg_sq, T* max_exp_avg_sq,
-               std::int64_t n, const AdamOptions& options, const Fed& feedback, bool stream);
+  void (*run)(const Weights& weights, const typename Weights::Gradient* g,
+              const State<typename Weights::Scalar>& state, std::int64_t n, const Options& options,
+              const Fed& feedback, bool stream);
 };
+
+template <typename Weights, typename Fed>
+struct FedPasses : Pass<Weights, SgdOptions, Fed>, Pass<Weights, AdamOptions, Fed> {};
 
 template <typename Weights>
 struct Passes : FedPasses<Weights, NoFeedback>,
@@ -38,5 +38,6 @@ const AllPasses& portable_passes();
 const AllPasses& avx2_passes();
 const AllPasses& avx512_passes();
 #endif
+const AllPasses& current_passes();  // of instruction_set()
 
 }  // namespace pd2::kernels

@@ -10,11 +10,9 @@
 namespace pd2::kernels {
 namespace {
 
-std::int32_t num_states(const SgdOptions& options) { return options.momentum != 0.0 ? 1 : 0; }
-std::int32_t num_states(const AdamOptions& options) { return options.amsgrad ? 3 : 2; }
-
-template <typename Step, typename Options>
+template <typename Step>
 std::vector<std::byte> table(std::span<const StepOfRun> runs, double gradient_scale) {
+  using Options = typename Step::Options;
   static_assert(std::is_trivially_copyable_v<StepRun<Step>>);
   static_assert(sizeof(StepControl) % alignof(StepRun<Step>) == 0);
   std::vector<std::byte> bytes(sizeof(StepControl) + runs.size() * sizeof(StepRun<Step>));
@@ -28,7 +26,7 @@ std::vector<std::byte> table(std::span<const StepOfRun> runs, double gradient_sc
         given.end,
         given.state,
         control.num_chunks,
-        options == nullptr ? kCopied : num_states(*options),
+        options == nullptr ? kCopied : Step::num_states(*options),
         given.feedback.has_value(),
         Step(options == nullptr ? Options() : *options),
         FeedbackStep<typename Step::Vector>(given.feedback.value_or(FeedbackOptions()))};
@@ -40,20 +38,19 @@ std::vector<std::byte> table(std::span<const StepOfRun> runs, double gradient_sc
   return bytes;
 }
 
+template <typename T>
+std::vector<std::byte> table(StepRule rule, std::span<const StepOfRun> runs,
+                             double gradient_scale) {
+  return rule == StepRule::kSgd ? table<SgdStep<Number<T>>>(runs, gradient_scale)
+                                : table<AdamStep<Number<T>>>(runs, gradient_scale);
+}
+
 }  // namespace
 
-template <typename T>
-std::vector<std::byte> sgd_table(std::span<const StepOfRun> runs, double gradient_scale) {
-  return table<SgdStep<Number<T>>, SgdOptions>(runs, gradient_scale);
+std::vector<std::byte> step_table(StepRule rule, WeightsKind kind, std::span<const StepOfRun> runs,
+                                  double gradient_scale) {
+  return kind == WeightsKind::kDouble ? table<double>(rule, runs, gradient_scale)
+                                      : table<float>(rule, runs, gradient_scale);
 }
-template <typename T>
-std::vector<std::byte> adam_table(std::span<const StepOfRun> runs, double gradient_scale) {
-  return table<AdamStep<Number<T>>, AdamOptions>(runs, gradient_scale);
-}
-
-template std::vector<std::byte> sgd_table<float>(std::span<const StepOfRun>, double);
-template std::vector<std::byte> sgd_table<double>(std::span<const StepOfRun>, double);
-template std::vector<std::byte> adam_table<float>(std::span<const StepOfRun>, double);
-template std::vector<std::byte> adam_table<double>(std::span<const StepOfRun>, double);
 
 }  // namespace pd2::kernels

@@ -3,6 +3,7 @@
 // replayed with another table in the same place.
 #pragma once
 
+#include "kernels/grid/launch.h"
 #include "kernels/optimizer.h"
 #include "kernels/optimizer_steps.h"
 
@@ -44,11 +45,8 @@ struct StepOfRun {
   std::optional<FeedbackOptions> feedback{};
 };
 
-// T is the type of the arithmetic. The runs' options are all of one optimizer, which the launch
-// names, or none. The runs' order does not matter.
-template <typename T>
-std::vector<std::byte> sgd_table(std::span<const StepOfRun> runs, double gradient_scale);
-template <typename T>
-std::vector<std::byte> adam_table(std::span<const StepOfRun> runs, double gradient_scale);
+// The runs' options are all the rule's, or none. The runs' order does not matter.
+std::vector<std::byte> step_table(StepRule rule, WeightsKind kind, std::span<const StepOfRun> runs,
+                                  double gradient_scale);
 
 }  // namespace pd2::kernels

@@ -1,6 +1,7 @@
 // Steps with error feedback: a plain step, and then the definition, element by element.
 #include "checked_device/host_grid.h"
 #include "kernels/cpu/instruction_set.h"
+#include "kernels/cpu/step.h"
 #include "kernels/half.h"
 #include "kernels/optimizer.h"
 
@@ -123,14 +124,11 @@ const AdamOptions kAdam{.lr = 0.01, .weight_decay = 0.1, .step = 3, .decoupled_w
 template <typename Weights, typename Fed = NoFeedback>
 void step_on_cpu(OfKind<Weights>& a, Rule rule, bool in_place, const Fed& fed = {}) {
   const auto n = static_cast<std::int64_t>(a.w.size());
-  typename Weights::Scalar* none = nullptr;
   if (rule == Rule::kAdam) {
-    adam_cpu(a.weights(in_place), a.g.data(), a.state0.data(), a.state1.data(), none, n, kAdam,
-             fed);
+    step_cpu(a.weights(in_place), a.g.data(), {a.state0.data(), a.state1.data()}, n, kAdam, fed);
   } else {
-    const bool has_momentum = rule == Rule::kMomentum;
-    sgd_cpu(a.weights(in_place), a.g.data(), has_momentum ? a.state0.data() : none, n,
-            has_momentum ? kMomentum : SgdOptions{.lr = 0.1}, fed);
+    step_cpu(a.weights(in_place), a.g.data(), {a.state0.data()}, n,
+             rule == Rule::kMomentum ? kMomentum : SgdOptions{.lr = 0.1}, fed);
   }
 }
 
@@ -157,9 +155,10 @@ void step_by_grid(OfKind<Weights>& a, Rule rule, bool in_place, bool keeps_bfloa
   const std::vector<StepOfRun> runs{
       {.begin = 0, .end = fed, .state = 0, .options = chosen, .feedback = options},
       {.begin = fed, .end = n, .state = fed, .options = chosen}};
-  const auto table = rule == Rule::kAdam ? adam_table<T>(runs, 1) : sgd_table<T>(runs, 1);
+  const StepRule step_rule = rule == Rule::kAdam ? StepRule::kAdam : StepRule::kSgd;
+  const auto table = step_table(step_rule, kind_of<Weights>(), runs, 1);
   void* kept = keeps_bfloat16 ? static_cast<void*>(a.kept16.data()) : a.kept.data();
-  step_on_host({.rule = rule == Rule::kAdam ? StepRule::kAdam : StepRule::kSgd,
+  step_on_host({.rule = step_rule,
                 .kind = kind_of<Weights>(),
                 .w = a.w.data(),
                 .w_out = in_place ? a.w.data() : a.out.data(),

@@ -1,6 +1,7 @@
 // The bodies of the GPU's kernels, run on the host thread by thread, against the CPU's passes and
 // plain sums.
 #include "checked_device/host_grid.h"
+#include "kernels/cpu/step.h"
 #include "kernels/half.h"
 #include "kernels/optimizer.h"
 
@@ -189,10 +190,10 @@ void step_on_cpu(Flat<Weights>& flat, const StepOfRun& run, double gradient_scal
   const Weights weights = flat.weights().at(run.begin);
   if (const auto* sgd = std::get_if<SgdOptions>(&run.options)) {
     scale(g, n, static_cast<T>(gradient_scale));
-    sgd_cpu(weights, g, sgd->momentum != 0 ? state0 : nullptr, n, *sgd);
+    step_cpu(weights, g, {sgd->momentum != 0 ? state0 : nullptr}, n, *sgd);
   } else if (const auto* adam = std::get_if<AdamOptions>(&run.options)) {
     scale(g, n, static_cast<T>(gradient_scale));
-    adam_cpu(weights, g, state0, state1, adam->amsgrad ? state2 : nullptr, n, *adam);
+    step_cpu(weights, g, {state0, state1, adam->amsgrad ? state2 : nullptr}, n, *adam);
   } else if (flat.w.data() != flat.w_out()) {
     std::memcpy(flat.w_out() + run.begin, flat.w.data() + run.begin,
                 n * sizeof(typename Weights::Out));
@@ -208,10 +209,8 @@ struct Launched {
 
 template <typename Weights>
 void step_by_grid(Flat<Weights>& flat, const Launched& launched) {
-  using T = typename Weights::Scalar;
-  const std::vector<std::byte> table = launched.rule == StepRule::kSgd
-                                           ? sgd_table<T>(launched.runs, launched.gradient_scale)
-                                           : adam_table<T>(launched.runs, launched.gradient_scale);
+  const std::vector<std::byte> table =
+      step_table(launched.rule, kind_of<Weights>(), launched.runs, launched.gradient_scale);
   step_on_host({.rule = launched.rule,
                 .kind = kind_of<Weights>(),
                 .w = flat.w.data(),
@@ -334,7 +333,8 @@ TYPED_TEST(StepKernel, StepsATableOfManyRunsInOneLaunch) {
 TEST(StepKernelTable, IsReadAgainByEveryLaunch) {
   const AdamOptions first{.lr = 0.1, .step = 1}, second{.lr = 0.05, .step = 2};
   Flat<PlainWeights<float>> actual(5000), expected(actual, false);
-  std::vector<std::byte> table = adam_table<float>(one_run(5000, first), 1);
+  std::vector<std::byte> table =
+      step_table(StepRule::kAdam, WeightsKind::kFloat, one_run(5000, first), 1);
   const StepLaunch recorded{.rule = StepRule::kAdam,
                             .kind = WeightsKind::kFloat,
                             .w = actual.w.data(),
@@ -345,7 +345,8 @@ TEST(StepKernelTable, IsReadAgainByEveryLaunch) {
                             .table = table.data(),
                             .num_chunks = 2};
   step_on_host(recorded, 2);
-  const std::vector<std::byte> next = adam_table<float>(one_run(5000, second), 0.25);
+  const std::vector<std::byte> next =
+      step_table(StepRule::kAdam, WeightsKind::kFloat, one_run(5000, second), 0.25);
   ASSERT_EQ(next.size(), table.size());
   std::memcpy(table.data(), next.data(), next.size());
   step_on_host(recorded, 2);

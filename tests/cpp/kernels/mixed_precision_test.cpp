@@ -1,6 +1,7 @@
 // Float32 masters beside 16-bit weights: the passes step them to the bits of the plain passes, and
 // round as the definitions say.
 #include "kernels/cpu/instruction_set.h"
+#include "kernels/cpu/step.h"
 #include "kernels/half.h"
 #include "kernels/optimizer.h"
 
@@ -127,12 +128,11 @@ void step(const Weights& weights, State& x, std::size_t begin, std::size_t end) 
   const auto n = static_cast<std::int64_t>(end - begin);
   SgdOptions sgd;
   sgd.momentum = 0.9;
-  sgd_cpu(weights.at(begin), x.g.data() + begin, x.momentum_buffer.data() + begin, n, sgd);
+  step_cpu(weights.at(begin), x.g.data() + begin, {x.momentum_buffer.data() + begin}, n, sgd);
   AdamOptions adam;
   adam.weight_decay = 0.01;
-  float* none = nullptr;
-  adam_cpu(weights.at(begin), x.g.data() + begin, x.exp_avg.data() + begin,
-           x.exp_avg_sq.data() + begin, none, n, adam);
+  step_cpu(weights.at(begin), x.g.data() + begin,
+           {x.exp_avg.data() + begin, x.exp_avg_sq.data() + begin}, n, adam);
 }
 
 std::vector<std::uint32_t> bits_of_all(const std::vector<float>& numbers) {
@@ -199,10 +199,10 @@ TEST_P(MixedPrecision, StepsASplitMasterToTheSameBits) {
       SgdOptions sgd;
       sgd.momentum = 0.9;
       const auto length = static_cast<std::int64_t>(n);
-      sgd_cpu(PlainWeights<float>{plain.w.data(), plain.w.data()}, plain.g.data(),
-              plain.momentum_buffer.data(), length, sgd);
-      sgd_cpu(SplitWeights{high.data(), remainder.data(), out.data()}, mixed.g.data(),
-              mixed.momentum_buffer.data(), length, sgd);
+      step_cpu(PlainWeights<float>{plain.w.data(), plain.w.data()}, plain.g.data(),
+               {plain.momentum_buffer.data()}, length, sgd);
+      step_cpu(SplitWeights{high.data(), remainder.data(), out.data()}, mixed.g.data(),
+               {mixed.momentum_buffer.data()}, length, sgd);
       for (std::size_t i = 0; i < n; ++i) mixed.w[i] = join({out[i], remainder[i]});
       EXPECT_EQ(bits_of_all(mixed.w), bits_of_all(plain.w)) << n;
       for (std::size_t i = 0; i < n; ++i) {
@@ -235,10 +235,10 @@ void check_bfloat16_gradients(const Make& make) {
       SgdOptions sgd;
       sgd.momentum = 0.9;
       const auto length = static_cast<std::int64_t>(n);
-      sgd_cpu(make(wide.w, high, wide_remainder, wide_out.data()), wide.g.data(),
-              wide.momentum_buffer.data(), length, sgd);
-      sgd_cpu(Bfloat16Gradients<Weights>{make(narrow.w, high, remainder, to)}, g.data(),
-              narrow.momentum_buffer.data(), length, sgd);
+      step_cpu(make(wide.w, high, wide_remainder, wide_out.data()), wide.g.data(),
+               {wide.momentum_buffer.data()}, length, sgd);
+      step_cpu(Bfloat16Gradients<Weights>{make(narrow.w, high, remainder, to)}, g.data(),
+               {narrow.momentum_buffer.data()}, length, sgd);
       EXPECT_EQ(bits_of_all(narrow.w), bits_of_all(wide.w)) << n;
       EXPECT_EQ(remainder, wide_remainder) << n;
       EXPECT_EQ(bits_of_all(narrow.momentum_buffer), bits_of_all(wide.momentum_buffer)) << n;

@@ -1,6 +1,7 @@
 #include "kernels/optimizer.h"
 
 #include "kernels/cpu/instruction_set.h"
+#include "kernels/cpu/step.h"
 
 #include <gtest/gtest.h>
 
@@ -154,11 +155,12 @@ void step_by_kernel(Weights<T>& x, const Options& options, bool unaligned = fals
       target == Target::kElsewhere ? out : (target == Target::kWeights ? w : g);
   const auto n = static_cast<std::int64_t>(x.w.size());
   if constexpr (std::is_same_v<Options, SgdOptions>) {
-    sgd_cpu(PlainWeights<T>{w.data(), w_out.data()}, g.data(),
-            options.momentum != 0 ? momentum_buffer.data() : nullptr, n, options);
+    step_cpu(PlainWeights<T>{w.data(), w_out.data()}, g.data(),
+             {options.momentum != 0 ? momentum_buffer.data() : nullptr}, n, options);
   } else {
-    adam_cpu(PlainWeights<T>{w.data(), w_out.data()}, g.data(), exp_avg.data(), exp_avg_sq.data(),
-             options.amsgrad ? max_exp_avg_sq.data() : nullptr, n, options);
+    step_cpu(PlainWeights<T>{w.data(), w_out.data()}, g.data(),
+             {exp_avg.data(), exp_avg_sq.data(), options.amsgrad ? max_exp_avg_sq.data() : nullptr},
+             n, options);
   }
   for (const auto* array :
        {&w, &g, &out, &momentum_buffer, &exp_avg, &exp_avg_sq, &max_exp_avg_sq}) {
@@ -302,14 +304,17 @@ TEST_P(OptimizerPass, DoesNotDependOnHowAnArrayIsDivided) {
   const AdamOptions options = adam_cases()[4];
   Weights<float> whole = random_weights<float>(kLength), parts = whole;
   std::vector<float> w_out(kLength);
-  adam_cpu(PlainWeights<float>{whole.w.data(), w_out.data()}, whole.g.data(), whole.exp_avg.data(),
-           whole.exp_avg_sq.data(), whole.max_exp_avg_sq.data(), kLength, options);
+  step_cpu(PlainWeights<float>{whole.w.data(), w_out.data()}, whole.g.data(),
+           {whole.exp_avg.data(), whole.exp_avg_sq.data(), whole.max_exp_avg_sq.data()}, kLength,
+           options);
   std::vector<float> w_out_parts(kLength);
   std::size_t begin = 0;
   for (std::size_t end : {1, 18, 50, 51, 500, 1000}) {
-    adam_cpu(PlainWeights<float>{parts.w.data() + begin, w_out_parts.data() + begin},
-             parts.g.data() + begin, parts.exp_avg.data() + begin, parts.exp_avg_sq.data() + begin,
-             parts.max_exp_avg_sq.data() + begin, static_cast<std::int64_t>(end - begin), options);
+    step_cpu(PlainWeights<float>{parts.w.data() + begin, w_out_parts.data() + begin},
+             parts.g.data() + begin,
+             {parts.exp_avg.data() + begin, parts.exp_avg_sq.data() + begin,
+              parts.max_exp_avg_sq.data() + begin},
+             static_cast<std::int64_t>(end - begin), options);
     begin = end;
   }
   EXPECT_TRUE(same_bits(w_out_parts, w_out));
