@@ -19,15 +19,9 @@ bool has_f16c() {
 }
 #endif
 
-InstructionSet best_supported() {
-  for (InstructionSet candidate : {InstructionSet::kAvx512, InstructionSet::kAvx2}) {
-    if (is_supported(candidate)) return candidate;
-  }
-  return InstructionSet::kPortable;
-}
-
 std::atomic<InstructionSet>& chosen() {
-  static std::atomic<InstructionSet> value{best_supported()};
+  static std::atomic<InstructionSet> value{
+      is_supported(InstructionSet::kAvx2) ? InstructionSet::kAvx2 : InstructionSet::kPortable};
   return value;
 }
 
@@ -35,11 +29,9 @@ std::atomic<InstructionSet>& chosen() {
 
 bool is_supported(InstructionSet instruction_set) {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-  if (instruction_set == InstructionSet::kAvx2) return avx2;
-  if (instruction_set == InstructionSet::kAvx512) {
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
+  if (instruction_set == InstructionSet::kAvx2) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   }
 #endif
   return instruction_set == InstructionSet::kPortable;
@@ -56,14 +48,7 @@ void set_instruction_set(InstructionSet instruction_set) {
 
 const AllPasses& current_passes() {
 #if defined(__x86_64__)
-  switch (instruction_set()) {
-    case InstructionSet::kAvx512:
-      return avx512_passes();
-    case InstructionSet::kAvx2:
-      return avx2_passes();
-    case InstructionSet::kPortable:
-      break;
-  }
+  if (instruction_set() == InstructionSet::kAvx2) return avx2_passes();
 #endif
   return portable_passes();
 }
