@@ -46,9 +46,10 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*its gradients are late")
     where = machine()
     print(describe(where), flush=True)
-    task = byte_gpt(rows=16, context=64, layers=3, width=128)
+    task = byte_gpt(rows=16) if options.smoke else byte_gpt(16, 64, layers=3, width=128)
+    rates = LEARNING_RATES[:1] if options.smoke else LEARNING_RATES
     found: list[dict[str, Any]] = []
-    for rate, seed in itertools.product(LEARNING_RATES, range(options.seeds)):
+    for rate, seed in itertools.product(rates, range(options.seeds)):
         synchronous = 0.0
         for method in methods():
             result = run(task, "AdamW", method, rate, seed, options.batches)

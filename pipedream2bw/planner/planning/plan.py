@@ -165,6 +165,12 @@ class PlanOutline:
         return ", ".join(map(str, numbers)) if few else f"{min(numbers)} to {max(numbers)}"
 
     @property
+    def late_in_words(self) -> str:
+        """The share of forwards that are late, where only some are."""
+        share = self.shape.late_share
+        return f", {100 * share:.0f} % late" if 0 < share < 1 else ""
+
+    @property
     def shape(self) -> _C.PlannedShape:
         """What the schedule has on its stages and ranks; it is not made, since it may be long.
 
@@ -254,11 +260,9 @@ class Plan(PlanOutline, Document):
         replicas = "1 replica" if self.width == 1 else f"{self.width} replicas"
         rows = "1 row" if self.microbatch_rows == 1 else f"{self.microbatch_rows} rows"
         stages = "1 stage" if self.num_stages == 1 else f"{self.num_stages} stages"
-        share = self.shape.late_share
-        late = f", {100 * share:.0f} % of forwards late" if 0 < share < 1 else ""
         return (
-            f"{self.schedule}: {replicas} of {stages}{chunks}, "
-            f"{self.microbatches_in_words} microbatches of {rows}{late}"
+            f"{self.schedule}{self.late_in_words}: {replicas} of {stages}{chunks}, "
+            f"{self.microbatches_in_words} microbatches of {rows}"
         )
 
     @property
@@ -426,20 +430,19 @@ def _alternatives(plan: Plan) -> str:
     rows = [
         [
             f"{number}",
-            each.schedule,
+            each.schedule + each.late_in_words,
             f"{each.width} x {each.num_stages}",
             f"{each.microbatches_in_words} of {each.microbatch_rows}",
             each.recompute,
-            f"{100 * each.shape.late_share:.0f} %",
             format_seconds(each.seconds_per_batch),
             f"{each.rows_per_second:.4g}",
             format_bytes(each.peak_bytes),
         ]
         for number, each in enumerate(plan.alternatives, 1)
     ]
-    columns = ("", "schedule", "replicas x stages", "microbatches", "recompute", "late", "step")
+    columns = ("", "schedule", "replicas x stages", "microbatches", "recompute", "step", "rows/s")
     reasons = [
         textwrap.fill(f"{number}: {each.lost_by}", _MOST_COLUMNS, subsequent_indent="   ")
         for number, each in enumerate(plan.alternatives, 1)
     ]
-    return "\n".join([table("the next best", [*columns, "rows/s", "peak"], rows), *reasons])
+    return "\n".join([table("the next best", [*columns, "peak"], rows), *reasons])

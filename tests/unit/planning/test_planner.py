@@ -381,3 +381,20 @@ def test_types_with_a_memory_of_their_own_are_told() -> None:
     with pytest.raises(DoesNotFit, match=own) as error:
         made_plan(devices=of_two_types("1MB", "1MB"), memory="1TB")
     made_plan(devices=of_two_types(*[f"{error.value.limit} B"] * 2), memory="1TB")
+
+
+def test_a_fresh_schedule_has_as_many_microbatches_as_its_late_share_takes() -> None:
+    few = made_plan(schedules="2bw_fresh", num_stages=4, width=1, batch=16, largest_batch=1024)
+    many = made_plan(
+        schedules="2bw_fresh",
+        num_stages=4,
+        width=1,
+        batch=16,
+        largest_batch=1024,
+        max_late_share=0.1,
+    )
+    assert many.num_microbatches >= 25
+    assert few.shape.late_share == 5 / (2 * few.most_microbatches)
+    assert f"2bw_fresh, {100 * many.shape.late_share:.0f} % late: 1 replica" in str(many)
+    with pytest.raises(ValueError, match="max_late_share: 1.5, it must be at most 1"):
+        made_plan(schedules="2bw_fresh", max_late_share=1.5)

@@ -304,7 +304,7 @@ TEST(PlanSchedules, StepTimeIsNeverLessThanTheBusiestRank) {
 
 TEST(PlanSchedules, OthersAreNamed) {
   EXPECT_EQ(value_error([] { planned_method("2wb"); }),
-            "schedules: \"2wb\": the planner chooses among 2bw, 2bw_eager, 2bw_v, "
+            "schedules: \"2wb\": the planner chooses among 2bw, 2bw_fresh, 2bw_eager, 2bw_v, "
             "2bw_v_two_thirds, 2bw_v_half, 2bw_v_min, 1f1b, gpipe, interleaved, zero_bubble, "
             "zero_bubble_v, v_half, v_min, chimera");
 }

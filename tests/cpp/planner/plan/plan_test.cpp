@@ -297,11 +297,12 @@ TEST(Plan, AModelThatDoesNotFitIsToldWhatWouldDo) {
       EXPECT_NE(error.find("no width, microbatch size and schedule"), std::string::npos) << error;
       continue;
     }
-    const double would_do = std::strtod(error.c_str() + place + before.size(), nullptr);
-    const auto with_memory = [&](double gib) {
-      for (DeviceType& type : problem.cluster.types) {
-        type.memory_bytes = std::max(1.0, gib * 1024 * 1024 * 1024);
-      }
+    char* unit = nullptr;
+    const double number = std::strtod(error.c_str() + place + before.size(), &unit);
+    ASSERT_TRUE(*unit == 'M' || *unit == 'G') << error;
+    const double would_do = number * (*unit == 'M' ? 1 << 20 : 1 << 30);
+    const auto with_memory = [&](double bytes) {
+      for (DeviceType& type : problem.cluster.types) type.memory_bytes = std::max(1.0, bytes);
       return best_plans_exhaustively(problem);
     };
     EXPECT_EQ(error.find("lacks -"), std::string::npos) << error;
