@@ -396,5 +396,5 @@ def test_a_fresh_schedule_has_as_many_microbatches_as_its_late_share_takes() -> 
     assert many.num_microbatches >= 25
     assert few.shape.late_share == 5 / (2 * few.most_microbatches)
     assert f"2bw_fresh, {100 * many.shape.late_share:.0f} % late: 1 replica" in str(many)
-    with pytest.raises(ValueError, match="max_late_share: 1.5, it must be at most 1"):
+    with pytest.raises(ValueError, match=r"max_late_share: 1\.5, it must be at most 1"):
         made_plan(schedules="2bw_fresh", max_late_share=1.5)
