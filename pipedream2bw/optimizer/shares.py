@@ -20,11 +20,28 @@ def forget_others(
     optimizers: Sequence[torch.optim.Optimizer], stages: Sequence[StageWeights]
 ) -> None:
     """Drops what was loaded of parameters that other replicas step, or elements of them."""
+    own = stepped_here(stages)
     for weights in stages:
-        for i, original in enumerate(weights.originals):
-            if not weights.engine.owns(i) or is_divided(weights, i):
+        for original in weights.originals:
+            if id(original) not in own:
                 for optimizer in optimizers:
                     optimizer.state.pop(original, None)
+
+
+def stepped_here(stages: Sequence[StageWeights]) -> set[int]:
+    """The ids of the parameters that this replica steps whole, and whose state optimizers hold.
+
+    A tied parameter has a copy on several stages, which replicas share out one by one. The state of
+    the first copy is the optimizer's; the others' steppers hold theirs.
+    """
+    return {
+        id(original)
+        for weights in stages
+        for i, original in enumerate(weights.originals)
+        if weights.handles[i] is original
+        and weights.engine.owns(i)
+        and not is_divided(weights, i)
+    }
 
 
 def is_divided(weights: StageWeights, parameter: int) -> bool:
@@ -51,17 +68,21 @@ def whole_states(
     Every rank calls it, drained. After a failure there is only what this replica steps.
     """
     holders = {id(p): optimizer for optimizer in optimizers for p in parameters_of(optimizer)}
+    own = stepped_here(stages)
     try:
         for weights in stages:
             if weights.engine.is_shared and not session.ending.has_failed:
-                _gather(session, weights, holders)
+                _gather(session, weights, holders, own)
         yield
     finally:
         forget_others(optimizers, stages)
 
 
 def _gather(
-    session: Session, weights: StageWeights, holders: dict[int, torch.optim.Optimizer]
+    session: Session,
+    weights: StageWeights,
+    holders: dict[int, torch.optim.Optimizer],
+    own: set[int],
 ) -> None:
     originals = dict(zip(weights.trainable, weights.originals, strict=True))
     mine = {
@@ -70,8 +91,8 @@ def _gather(
         if weights.engine.owns(i)
     }
     found = all_shares(session, weights, mine)
-    for i, (name, original) in enumerate(originals.items()):
-        if found.get(name) and (is_divided(weights, i) or not weights.engine.owns(i)):
+    for name, original in originals.items():
+        if found.get(name) and id(original) not in own:
             holders[id(original)].state[original] = found[name]
 
 

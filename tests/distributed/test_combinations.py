@@ -23,6 +23,7 @@ from tests.runs.combinations import (
     draw,
 )
 from tests.runs.launch import run_ranks
+from tests.samples.schedule_sizes import Sizes
 
 SEEDS = range(8)
 FEWER, OTHERS = SEEDS[:4], SEEDS[4:]
@@ -79,3 +80,47 @@ def test_any_options_together_in_processes(
     world: int, width: int, is_one_batch: bool, seeds: range
 ) -> None:
     run_ranks(train, world, args=(width, is_one_batch, seeds), timeout=170)
+
+
+FOUND = Combination(
+    schedule="2bw_v_half",
+    sizes=Sizes(num_stages=2, num_microbatches=1, stages_per_rank=2),
+    cuts=("blocks.2",),
+    lengths=(1, 1, 1, 1, 1),
+    rows=(2, 2, 3, 2, 2),
+    averages=True,
+    reduction="mean",
+    precision=None,
+    split_master=False,
+    narrow=False,
+    autocast=False,
+    scaled=False,
+    overflows=frozenset(),
+    clip="",
+    norm_type=2.0,
+    optimizer="several",
+    staleness="",
+    warmup=0,
+    recompute=False,
+    tied=True,
+    frozen=frozenset(),
+    norm="none",
+    gated=False,
+    adds=False,
+    between=("", "", "state_dict", "reload the optimizer", "state_dict"),
+    load_before=-1,
+)
+
+
+def train_found(rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    by_replica = [batches_of(FOUND, 10 + replica, replica) for replica in range(2)]
+    want = by_definition(FOUND, by_replica)[rank]
+    got = by_pipeline(FOUND, by_replica[rank], width=2, shard_state=True)
+    assert_alike(FOUND, got, want)
+
+
+@pytest.mark.slow
+def test_tied_copies_of_one_process_keep_the_state_that_each_replica_steps() -> None:
+    """Both stages are of one process, and each replica steps one of the two copies."""
+    run_ranks(train_found, 2, timeout=60)

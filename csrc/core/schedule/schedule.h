@@ -136,11 +136,10 @@ struct Schedule {
     const double all = static_cast<double>(late.size()) * num_microbatches;
     return std::accumulate(late.begin(), late.end(), 0.0) / all;
   }
+  // Whether forwards may read W(t): where all of a batch's first train_step are late, those of its
+  // other ones.
   bool has_fresh_forwards() const {
-    for (std::size_t stage = 0; stage < late_forwards.size(); ++stage) {
-      if (delay[stage] > 0 && late_forwards[stage] < num_microbatches) return true;
-    }
-    return false;
+    return !late_forwards.empty() && std::ranges::any_of(delay, [](int each) { return each > 0; });
   }
   // By how much the version that a forward reads is behind its batch. `microbatch`: its number in
   // the batch.

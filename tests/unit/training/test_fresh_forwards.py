@@ -229,6 +229,32 @@ def test_error_feedback_is_the_late_share_of_each_stage(own: bool) -> None:
         assert_same(got, want)
 
 
+@pytest.mark.parametrize(("d", "m"), [(1, 1), (2, 3)])
+def test_the_share_of_several_train_steps_is_that_of_the_first(d: int, m: int) -> None:
+    """Also where all forwards of that one are late."""
+    task, count = TASKS["skips"], 3
+    batches = task.batches([2 * m] * 4 * count)
+    with make_pipeline(
+        task, d, m, batches[0], schedule="2bw", update_slots=1, accumulate=count
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(sgd(pipe.parameters()), staleness=pd2.ErrorFeedback(0.8))
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            if number % count == 0:
+                opt.step()
+        late, stage_of = pipe.late_forwards, stage_of_parameters(pipe)
+        got = Trajectory([float(x) for x in losses], copy_of(pipe.state_dict()))
+    model = whole(task.model())
+    corrected = Corrected(sgd(model.parameters()), "error feedback", 0.8, 0)
+    late_of = {name: late[stage] for name, stage in stage_of.items()}
+    corrected.late_shares = {p: late_of[n] / (m * count) for n, p in model.named_parameters()}
+    want = by_oracle(
+        task, batches, m, lambda _: corrected, model=model, late_of=late_of, accumulate=count
+    )
+    assert_same(got, want)
+
+
 def test_a_discount_is_that_of_the_mean_delay() -> None:
     task, d, m = TASKS["skips"], 3, 5
     batches = task.batches([2 * m] * 6)
