@@ -181,8 +181,8 @@ struct Drains {
 };
 
 // The definition: batch t's loss and gradients at W(max(t - delay, 0)), applied to W(t), where
-// every stage has its delay; in the warm-up at W(t), which the delay then counts from. A batch's
-// gradient is the mean of its runs'.
+// every stage has its delay, and its number of microbatches that have one; in the warm-up at W(t),
+// which the delay then counts from. A batch's gradient is the mean of its runs'.
 inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_runs = 7,
                               int runs_per_batch = 1, int warmup_batches = 0) {
   const int d = schedule.depth(), m = schedule.total_microbatches();
@@ -198,21 +198,26 @@ inline void expect_trajectory(const Schedule& schedule, Drains drains, int num_r
   for (int k = 0; k < num_runs; ++k) {
     const int t = k / runs_per_batch;
     const int last_without_delay = std::min(t, std::max(warmup_batches - 1, 0));
-    const auto read = [&](int i) {
-      return versions[std::max(t - schedule.delay[i], last_without_delay)][i];
+    const auto read = [&](int i, int microbatch) {
+      const bool is_late = schedule.late_forwards.empty() ||
+                           (k % runs_per_batch == 0 && microbatch < schedule.late_forwards[i]);
+      const int delay = is_late ? schedule.delay[i] : 0;
+      return versions[std::max(t - delay, last_without_delay)][i];
     };
-    double inputs = 0;
+    losses.push_back(0);
     for (int j = 0; j < m; ++j) {
-      inputs += (k + 1.0) * (j + 1.0) / m;
-    }
-    losses.push_back(inputs);
-    for (int i = 0; i < d; ++i) {
-      losses.back() *= read(i);
-      double gradient = inputs / runs_per_batch;
-      for (int other = 0; other < d; ++other) {
-        gradient *= other == i ? 1 : read(other);
+      const int microbatch = j % schedule.num_microbatches;  // of two pipelines each has its own
+      const double input = (k + 1.0) * (j + 1.0) / m;
+      double loss = input;
+      for (int i = 0; i < d; ++i) {
+        loss *= read(i, microbatch);
+        double gradient = input / runs_per_batch;
+        for (int other = 0; other < d; ++other) {
+          gradient *= other == i ? 1 : read(other, microbatch);
+        }
+        gradients[i] += gradient;
       }
-      gradients[i] += gradient;
+      losses.back() += loss;
     }
     pipeline.train(k);
     if (drains.before_step >> k & 1) {
