@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, RMSprop
 
 import pipedream2bw as pd2
+from tests.references.late_forwards import late_of_2bw
 from tests.references.mixed_oracle import clip_norm, half_away, lowered
 from tests.references.oracle import Batch
 from tests.references.remedies import Corrected, Discounted
@@ -101,15 +102,10 @@ class Combination:
         tied = [0, d - 1] if self.is_tied_across else []
         backward = 3 if self.recompute is True or (self.recompute == "auto" and d > 1) else 2
         if self.schedule in ("2bw", "2bw_fresh"):
-            first = [0 if waits_for_all or i in tied else i for i in range(d)]
-            late = [
-                d - 1 - i + slots + math.ceil((i - first[i]) * backward / (1 + backward))
-                for i in range(d)
-            ]
-        else:
-            schedule = pd2.make_schedule(self.schedule, *dataclasses.astuple(self.sizes))
-            joint = [list(range(d))] * waits_for_all + [tied] * bool(tied)
-            late = schedule.late_for_slots(slots, joint, backward=backward)
+            return late_of_2bw(d, slots, waits_for_all=waits_for_all, tied=tied, backward=backward)
+        schedule = pd2.make_schedule(self.schedule, *dataclasses.astuple(self.sizes))
+        joint = [list(range(d))] * waits_for_all + [tied] * bool(tied)
+        late = schedule.late_for_slots(slots, joint, backward=backward)
         most = max((late[stage] for stage in tied), default=0)
         return [most if stage in tied else number for stage, number in enumerate(late)]
 

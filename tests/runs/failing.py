@@ -21,6 +21,7 @@ from torch import nn
 import pipedream2bw as pd2
 from pipedream2bw import _C
 from pipedream2bw.errors import StageError
+from tests.references.late_forwards import late_of_2bw
 from tests.references.oracle import Batch, Oracle
 from tests.runs.trajectory import copy_of, drawing
 from tests.samples import failing_model as sample
@@ -76,6 +77,19 @@ class Case:
         if self.schedule == "pipedream":
             return [d - 1 - stage for stage in range(d)]
         return [int("2bw" in self.schedule)] * d
+
+    @property
+    def late(self) -> list[int] | None:
+        """Of each stage, the forwards of a batch that are late; None: all."""
+        if self.schedule != "2bw_fresh":
+            return None
+        d = self.sizes.num_stages
+        return late_of_2bw(
+            d,
+            waits_for_all=self.clip == "norm" or self.scaled,
+            tied=[0, d - 1] if self.tied else [],
+            backward=3.0 if self.recompute else 2.0,
+        )
 
     @property
     def has_verdicts(self) -> bool:
@@ -508,15 +522,16 @@ def by_oracle(case: Case, seen: Seen) -> tuple[list[list[float]], dict[str, torc
     d = case.sizes.num_stages
     made = sample.make_model(Failing(()), d, norm=case.norm, dropout=case.dropout, tied=case.tied)
     model = untied(made) if case.tied else made
-    names = [name for name, _ in model.named_parameters()]
+    stages = [int(name.split(".")[0]) for name, _ in model.named_parameters()]
     oracle = Oracle(
         sample.Whole(model),
         _Together(case, model),
         case.sizes.num_microbatches,
         sample.loss_of(Failing(())),
-        [case.delay[int(name.split(".")[0])] for name in names],
+        [case.delay[stage] for stage in stages],
         num_pipelines=2 if case.schedule in TWO_PIPELINES else 1,
         warmup_batches=case.warmup,
+        late=case.late and [case.late[stage] for stage in stages],
         drawing=drawing,
     )
     replicas = [batches_of(case, replica) for replica in range(case.width)]

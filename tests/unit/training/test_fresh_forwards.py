@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pipedream2bw as pd2
+from tests.references.late_forwards import late_of_2bw
 from tests.references.oracle import Batch
 from tests.references.remedies import Corrected, Discounted
 from tests.runs.trajectory import (
@@ -33,12 +33,6 @@ from tests.samples.models import TASKS, Task
 from tests.samples.tied_models import TIED
 
 CLIPPED = {"max_grad_norm": 0.1}
-
-
-def formula(d: int, slots: int, *, joint: bool = False, backward: float = 2.0) -> list[int]:
-    """s_i = d - 1 - i + q [+ ceil(i B / (F + B))]."""
-    waits = [math.ceil(i * backward / (1 + backward)) if joint else 0 for i in range(d)]
-    return [d - 1 - i + slots + waits[i] for i in range(d)]
 
 
 class ClippedSGD(torch.optim.SGD):
@@ -80,7 +74,7 @@ def test_the_fewest_late_forwards_are_the_formulas(data: st.DataObject) -> None:
     schedule = pd2.make_schedule("2bw", d, m)
     for joint in (False, True):
         groups = [list(range(d))] if joint else []
-        want = formula(d, slots, joint=joint, backward=backward)
+        want = late_of_2bw(d, slots, waits_for_all=joint, backward=backward)
         assert schedule.late_for_slots(slots, groups, backward) == want
 
 
@@ -132,7 +126,7 @@ def test_every_order_can_be_fresh(name: str, slots: int) -> None:
         )
         assert sum(late) < d * m
         if name == "2bw":
-            assert list(late) == formula(d, slots, joint=bool(clip))
+            assert list(late) == late_of_2bw(d, slots, waits_for_all=bool(clip))
         want = by_oracle(
             task,
             batches,
@@ -215,7 +209,7 @@ def test_error_feedback_is_the_late_share_of_each_stage(own: bool) -> None:
     for coefficient in (1.0, 0.7, [0.3, 1.0, 0.6]):
         staleness = pd2.ErrorFeedback(coefficient)
         got, late, stage_of = trained(task, d, m, batches, make, staleness=staleness)
-        assert list(late) == formula(d, 1)
+        assert list(late) == late_of_2bw(d)
         of_each = coefficient if isinstance(coefficient, list) else [coefficient] * d
 
         model = whole(task.model())
