@@ -328,10 +328,11 @@ class _Prepared:
         if opt is not None:
             opt.check_snapshot(self._shared)
             if ("late_forwards" in self._shared) != session.has_fresh_forwards:
+                theirs = self._shared.get("late_forwards", {}).get("late_forwards")
                 log.warning(
-                    "checkpoint %s has %s late forwards, the run has schedule %s: other forwards "
-                    "are late from here on",
-                    source.name, self._shared.get("late_forwards", "no"), session.schedule.name,
+                    "checkpoint %s: late forwards of its stages: %s, the run's schedule: %s: other "
+                    "forwards are late from here on",
+                    source.name, theirs or "all", session.schedule.name,
                 )  # fmt: skip
         # Whether each rank has generators of its own in the checkpoint.
         replicas = {each.replica for each in manifest.ranks}

@@ -13,8 +13,9 @@ from ..ranks.operations import Announcement, Operation
 from ..rules import check_values, refuse, settings
 from ..runtime.extension import HOOKS, Extension, check_extensions, saved_by
 from ..runtime.session import Session, open_sessions
+from ..schedules.load import check_room
 from .fused import parameters_of
-from .late_forwards import check_tied
+from .late_forwards import check_tied, late_for
 from .options import EXCLUSIONS, OptimizerOptions, Stepping
 from .staleness import Remedies
 
@@ -34,11 +35,9 @@ def agreed_session_of(
         check_extensions(extensions)
         given = {**vars(options), "staleness": Remedies(options.staleness)}
         _check_rules(session, optimizers, given, list(extensions.values()))
-        if options.needs_norm:
-            session.schedule.check_global_updates()
-        if session.stages.options.update_slots is None and session.has_fresh_forwards:
-            check_tied(session)
-        given["staleness"].check_stages(session.schedule.depth)
+        _check_late_forwards(session, options)
+        tied = session.stages.joint_updates.tied
+        given["staleness"].check_stages(session.schedule.depth, tied)
         for extension in extensions.values():
             extension.check(session, given)
     except (ValueError, TypeError) as raised:
@@ -57,6 +56,23 @@ def agreed_session_of(
         session.agree(Operation.new_optimizer, session.num_train_steps, announce)
         session.control.together(lambda: None, same=lambda _: _settings(optimizers, options))
     return session
+
+
+def _check_late_forwards(session: Session, options: OptimizerOptions) -> None:
+    """Raises ValueError if the late forwards do not suit the optimizer's options."""
+    slots, schedule = session.stages.options.update_slots, session.schedule
+    if slots is not None:
+        session.accumulation.check_between_batches("PipelineOptimizer(), with update_slots")
+    elif session.has_fresh_forwards:
+        check_tied(session)
+    if isinstance(slots, int):
+        late = late_for(session, slots, has_norm=options.needs_norm)
+        check_room(slots, late, schedule.num_microbatches)
+        schedule = schedule.with_late_forwards(late)
+    elif slots is not None:
+        schedule = schedule.with_late_forwards([])  # until the update has been measured
+    if options.needs_norm:
+        schedule.check_global_updates()
 
 
 def _settings(

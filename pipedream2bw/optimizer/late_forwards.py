@@ -13,6 +13,9 @@ from ..ranks.operations import Announcement
 from ..runtime.extension import Extension, Kept, TakenBack
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
+from ..schedules.load import check_room
+
+_PURPOSE = "update_slots"
 
 _MEASURED = 3
 """Batches in which an update is measured: the first one, of which everything is slower, and two."""
@@ -38,6 +41,18 @@ def tied(session: Session, late: Sequence[int]) -> list[int]:
         for stage in stages:
             alike[stage] = max(late[each] for each in stages)
     return alike
+
+
+def late_for(session: Session, slots: int, *, has_norm: bool) -> list[int]:
+    """The fewest late forwards that hide updates of so many slots.
+
+    Args:
+        has_norm: whether updates will wait for each other on all stages.
+    """
+    updates, schedule = session.stages.joint_updates, session.schedule
+    joint = [*updates.tied, *[range(schedule.num_stages)] * has_norm]
+    backward = 3.0 if any(session.stages.options.recompute) else 2.0  # in forwards
+    return tied(session, schedule.late_for_slots(slots, joint, backward))
 
 
 def check_tied(session: Session) -> None:
@@ -69,15 +84,11 @@ class LateForwards(Extension):
         self._session = session
         self._is_measured = slots == "auto"
         self._is_fixed = not self._is_measured
-        self._recording: object | None = None
-        self._steps = 0  # since it records
+        self._steps = 0  # since the stages are recorded for it
+        self._end_recording()  # of an optimizer before
         if isinstance(slots, int):
-            joint = list(session.stages.joint_updates)
-            backward = 3.0 if any(session.stages.options.recompute) else 2.0  # in forwards
-            late = session.schedule.late_for_slots(slots, joint, backward)
-            self._set(tied(session, late))
-        elif self._is_measured:
-            session.stages.set_late_forwards([])
+            has_norm = session.stages.joint_updates.have_norm
+            self._set(late_for(session, slots, has_norm=has_norm), slots)
 
     def __str__(self) -> str:
         return str(self._session.schedule.late_forwards)
@@ -87,28 +98,28 @@ class LateForwards(Extension):
         is_training = everyone[0].ends_batch >= 0
         if self._is_fixed or not is_training or not session.accumulation.is_between_batches:
             return
-        if self._recording is None and not session.stages.is_recorded:
-            self._recording, self._steps = session.stages.record(), 0
-        elif self._recording is not None and self._steps == _MEASURED:
+        recorded_for = session.stages.recorded_for
+        if recorded_for is None:
+            session.stages.record(_PURPOSE)
+            self._steps = 0
+        elif recorded_for == _PURPOSE and self._steps == _MEASURED:
             self._measure()
 
     def step_submitted(self, batch: int) -> None:
         self._steps += 1
 
     def taken_back(self, taken: TakenBack) -> None:
-        if self._recording is not None:
-            self._session.stages.take_record(self._recording)
-            self._recording = None
+        self._end_recording()
+
+    def _end_recording(self) -> None:
+        if self._session.stages.recorded_for == _PURPOSE:
+            self._session.stages.take_record()
 
     def _measure(self) -> None:
-        """Takes what has been recorded on all ranks, if nobody else has taken it."""
+        """Takes what has been recorded on all ranks."""
         session = self._session
-        session.drain()
-        if self._recording is None:  # a batch was taken back
-            return
-        records = session.stages.take_record(self._recording)
-        self._recording = None
-        mine = None if records is None else measured(records)
+        session.drain()  # raises if a batch is taken back
+        mine = measured(session.stages.take_record())
         everyone = session.control.told_by_all(mine)
         if any(each is None for each in everyone):
             return
@@ -125,17 +136,24 @@ class LateForwards(Extension):
         )
         self._set(tied(session, late))
 
-    def _set(self, late: Sequence[int]) -> None:
-        """Makes this many forwards late: the most that one of the replicas needs."""
+    def _set(self, late: Sequence[int], slots: int | None = None) -> None:
+        """Makes this many forwards late: the most that one of the replicas needs.
+
+        Args:
+            slots: that were given, for an error.
+        """
         session = self._session
+        self._end_recording()
         everyone = session.control.told_by_all((list(late), session.schedule.num_microbatches))
         fewest = min(number for _, number in everyone)
         wanted = [max(numbers) for numbers in zip(*(each for each, _ in everyone), strict=True)]
-        if self._is_measured and max(wanted) > fewest and session.grid.rank == 0:
+        if slots is not None:
+            check_room(slots, wanted, fewest)
+        elif max(wanted) > fewest and session.grid.rank == 0:
             warnings.warn(
                 f"update_slots: 'auto', num_microbatches: {fewest}: the update takes so long that "
-                f"{max(wanted)} forwards of a batch are late, which is the delay of 2bw. Give as "
-                "many microbatches",
+                f"all forwards of a batch are late on a stage. Give num_microbatches={max(wanted)} "
+                "or more",
                 stacklevel=2,
             )
         session.stages.set_late_forwards([min(number, fewest) for number in wanted])
@@ -147,7 +165,10 @@ class LateForwards(Extension):
 
     def check_saved(self, saved: Mapping[str, Any]) -> None:
         mine, theirs = list(self._session.schedule.late_forwards), list(saved["late_forwards"])
-        fits = len(theirs) in (0, len(mine)) if self._is_measured else theirs == mine
+        has_room = (
+            len(theirs) == len(mine) and max(theirs) <= self._session.schedule.num_microbatches
+        )
+        fits = not theirs or has_room if self._is_measured else theirs == mine
         if not fits:
             raise ValueError(
                 f"late_forwards: {mine}, the checkpoint has {theirs or 'not measured them yet'}: "
@@ -164,6 +185,10 @@ class LateForwards(Extension):
         self.check_saved(saved)
         if saved["late_forwards"]:
             self._set(saved["late_forwards"])
+        elif self._is_measured:  # also what this run has measured since
+            self._end_recording()
+            self._session.stages.set_late_forwards([])
+            self._is_fixed = False
 
 
 def measured(records: Iterable[_C.ExecutedAction]) -> dict[int, Measured] | None:

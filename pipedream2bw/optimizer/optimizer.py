@@ -90,6 +90,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.replica_sync = replica_sync
         with session.ending.failing_closes():
             session.drain()  # updates that were registered are the former optimizer's
+            if session.stages.options.update_slots is not None:
+                session.stages.set_late_forwards([])  # until it is known who waits for whom
             self._norm, self._scale = install_clipping(session, options)
             slots = session.stages.options.update_slots
             late = (LateForwards(session, slots),) if session.has_fresh_forwards else ()

@@ -38,9 +38,7 @@ def stepped_here(stages: Sequence[StageWeights]) -> set[int]:
         id(original)
         for weights in stages
         for i, original in enumerate(weights.originals)
-        if weights.handles[i] is original
-        and weights.engine.owns(i)
-        and not is_divided(weights, i)
+        if weights.handles[i] is original and weights.engine.owns(i) and not is_divided(weights, i)
     }
 
 

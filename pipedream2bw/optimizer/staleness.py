@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -194,13 +194,24 @@ class Remedies:
     def __str__(self) -> str:
         return str(list(self._given))
 
-    def check_stages(self, num_stages: int) -> None:
-        """Raises ValueError if there are coefficients for another number of stages."""
+    def check_stages(self, num_stages: int, tied: Iterable[Sequence[int]]) -> None:
+        """Raises ValueError if there are coefficients for other stages.
+
+        Args:
+            tied: stages with parameters in common, whose copies must make equal steps.
+        """
         given = getattr(self.correction, "coefficient", 1.0)
         if isinstance(given, Sequence) and len(given) != num_stages:
             raise ValueError(
                 f"coefficient: {len(given)} given, num_stages: {num_stages}: one for each stage"
             )
+        for stages in tied:
+            of_each = [given[i % num_stages] for i in stages] if isinstance(given, Sequence) else []
+            if len(set(of_each)) > 1:
+                raise ValueError(
+                    f"coefficient: {of_each} for the stages {list(stages)}, which have tied "
+                    "parameters: they must be equal. Give one number for all of these"
+                )
 
     def check(self) -> None:
         """Raises ValueError or TypeError, naming the rule and the value."""

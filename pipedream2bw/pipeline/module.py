@@ -221,6 +221,7 @@ class PipelineModule(nn.Module):
         """By stage, how many of a batch's first forwards read W(t-1); the others read W(t).
 
         Under ``"2bw"`` all, with ``update_slots="auto"`` also before the update has been measured.
+        A :class:`PipelineOptimizer` sets them: clipping makes more of them late.
         """
         return tuple(self.session.schedule.late_forwards)
 

@@ -31,6 +31,7 @@ from ..runtime.local_stages import LocalStages
 from ..runtime.runner import StageOptions
 from ..runtime.session import Session
 from ..runtime.tied_copies import check_ties, find_ties
+from ..schedules.load import check_room
 from ..stages.compile import compile_options
 from ..stages.modes import Modes
 from .arrangement import Arrangement, what_to_recompute
@@ -161,7 +162,8 @@ def check(
     refuse(EXCLUSIONS, {**vars(options), **facts})
     if isinstance(update_slots, int):
         for each in schedules:
-            each.with_late_forwards(each.late_for_slots(update_slots, []))
+            late = each.late_for_slots(update_slots, [])
+            check_room(update_slots, late, each.num_microbatches)
     compiling = compile_options(options.compile, home)
     precision = Precision(root, options, home.type)
     check_layers = arrangement.check_layers

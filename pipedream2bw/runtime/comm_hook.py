@@ -124,7 +124,8 @@ def check_hooks(session: Session, *, is_new: bool = False) -> None:
         raise ValueError(
             f"register_comm_hook: schedule {session.schedule.name!r} and these optimizers make a "
             "stage's update before all stages are through with the batch. Hooks need a schedule of "
-            "one delay, with SGD, Adam or AdamW, or with max_grad_norm= (inf clips nothing)"
+            "one delay, with SGD, Adam or AdamW, or with max_grad_norm= (inf clips nothing). Where "
+            "some forwards are fresh, as under 2bw_fresh, they need max_grad_norm="
         )
 
 

@@ -90,7 +90,7 @@ class LocalStages:
         self._late_hooks: dict[int, LateHooks] = {}  # by wiring
         self._errors = KeptErrors()
         self.updates_wait = False
-        self._recording: object | None = None
+        self._recorded_for: str | None = None
         devices = _device_of_each(schedule, options.devices)
         self._channels = Channels(
             grid,
@@ -319,22 +319,20 @@ class LocalStages:
         self.joint_updates.plan_anew()
 
     @property
-    def is_recorded(self) -> bool:
-        """Whether somebody records what the executors do."""
-        return self._recording is not None
+    def recorded_for(self) -> str | None:
+        """For what the executors' actions are recorded; None: they are not."""
+        return self._recorded_for
 
-    def record(self) -> object:
-        """Records what the executors do from now on, for :meth:`take_record`."""
-        self._recording = recording = object()
+    def record(self, purpose: str) -> None:
+        """Records what the executors do from now on. What was recorded before is dropped."""
+        self.take_record()
+        self._recorded_for = purpose
         for executor in self.executors:
             executor.record(True)
-        return recording
 
-    def take_record(self, recording: object) -> list[_C.ExecutedAction] | None:
-        """Ends a recording. None: another one has begun since."""
-        if recording is not self._recording:
-            return None
-        self._recording = None
+    def take_record(self) -> list[_C.ExecutedAction]:
+        """What has been recorded; ends recording."""
+        self._recorded_for = None
         for executor in self.executors:
             executor.record(False)
         return [action for executor in self.executors for action in executor.take_record()]

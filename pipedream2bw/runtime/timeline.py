@@ -39,12 +39,12 @@ def recording(session: Session) -> Iterator[Timeline]:
     """Records the actions executed inside; drains at its end."""
     session.ending.check_open()
     timeline = Timeline(session)
-    recorded = session.stages.record()
+    session.stages.record("a timeline")
     try:
         yield timeline
         session.flush_for(Operation.end_of_timeline)
     finally:
-        records = session.stages.take_record(recorded) or ()
+        records = session.stages.take_record()
         timeline.rows.extend(
             Event(
                 stage=action.stage,

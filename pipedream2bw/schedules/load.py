@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from .. import _C
@@ -45,6 +46,20 @@ def fingerprint(schedule: Schedule) -> str:
     """Returns a schedule's name and a digest of its text: ranks may have read different files."""
     digest = hashlib.blake2b(str(schedule).encode(), digest_size=4).hexdigest()
     return f"{schedule.name} ({digest})"
+
+
+def check_room(slots: int, late: Sequence[int], num_microbatches: int) -> None:
+    """Raises ValueError if more forwards of a batch would be late than it has.
+
+    Args:
+        slots: of an update, for which so many forwards of each stage would be.
+    """
+    if max(late) > num_microbatches:
+        raise ValueError(
+            f"update_slots: {slots}, num_microbatches: {num_microbatches}: {max(late)} forwards of "
+            f"a batch would be late on stage {list(late).index(max(late))}, and all are under 2bw. "
+            f"Give num_microbatches={max(late)} or more, or fewer slots"
+        )
 
 
 def schedule_for(

@@ -60,7 +60,8 @@ std::vector<std::vector<double>> slowness_of_replicas(const PlanProblem& problem
 int fewest_for_late_share(const PlanOptions& options, PipelineShape shape) {
   if (!shape.method->is_fresh) return 1;
   shape.num_microbatches = 1;
-  return static_cast<int>(std::ceil(shape.late_share() / options.max_late_share));
+  const double fewest = std::ceil(shape.late_share() / options.max_late_share);
+  return static_cast<int>(std::min(fewest, options.largest_batch + 1.0));  // more do not fit
 }
 
 // The candidate with microbatches by the replicas' speed; none where batches would be too large.

@@ -316,7 +316,7 @@ def test_a_change_of_what_is_late_is_said(tmp_path: Path, caplog: pytest.LogCapt
     with pipe:
         pd2.load(tmp_path, pipe, opt)
     assert (
-        "has no late forwards, the run has schedule 2bw_fresh: other forwards are late"
+        "late forwards of its stages: all, the run's schedule: 2bw_fresh: other forwards are late"
         in caplog.text
     )
 
@@ -355,7 +355,7 @@ def test_fresh_forwards_take_no_memory_more() -> None:
         (
             {"update_slots": 5},
             ValueError,
-            r"stage 0: expected 0 to 6 \(num_microbatches\), found 7: all",
+            "slots: 5, num_microbatches: 6: 7 .* late on stage 0, .* num_microbatches=7 or more",
         ),
         ({"schedule": "1f1b", "update_slots": 1}, ValueError, "'1f1b'.*batch late: choose '2bw_fr"),
         ({"schedule": "gpipe", "update_slots": "auto"}, ValueError, "a batch late: choose '2bw_fr"),
@@ -387,3 +387,86 @@ def test_other_remedies(recwarn: pytest.WarningsRecorder) -> None:
         with pytest.raises(ValueError, match="coefficient: 3 given, num_stages: 2: one for each"):
             feedback = pd2.ErrorFeedback([1.0, 1.0, 1.0])
             pd2.PipelineOptimizer(make(pipe.parameters()), staleness=feedback)
+
+
+def test_tied_stages_make_equal_corrections() -> None:
+    task = TIED["language model"]
+    (batch,) = task.batches([12])
+    with make_pipeline(task, 2, 6, batch, schedule="2bw_fresh") as pipe:
+        adamw = torch.optim.AdamW(pipe.parameters())
+        feedback = pd2.ErrorFeedback([0.2, 1.0])
+        with pytest.raises(ValueError, match=r"coefficient: \[0.2, 1.0\] for the stages \[0, 1\]"):
+            pd2.PipelineOptimizer(adamw, staleness=feedback)
+
+
+def test_what_a_joint_update_has_no_room_for_is_refused() -> None:
+    options = {"schedule": "2bw_v_two_thirds", "stages_per_rank": 2, "update_slots": 3}
+    task, d, m = TASKS["skips"], 6, 4
+    (batch,) = task.batches([2 * m])
+    with make_pipeline(task, d, m, batch, **options) as pipe:
+        own = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="update_slots: 3, num_microbatches: 4: 5 forwards"):
+            pd2.PipelineOptimizer(own, max_grad_norm=1.0)
+
+
+def test_another_optimizer_may_clip() -> None:
+    """Under the first one's numbers stages would wait for each other for ever."""
+    task, d, m = TASKS["skips"], 4, 4
+    (batch,) = task.batches([2 * m])
+    options = {"schedule": "interleaved_2bw", "stages_per_rank": 2, "update_slots": 1}
+    with make_pipeline(task, d, m, batch, **options) as pipe:
+        own = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        opt = pd2.PipelineOptimizer(own)
+        train(pipe, opt, batch, 3)
+        alone = pipe.late_forwards
+        opt = pd2.PipelineOptimizer(own, max_grad_norm=1.0)
+        train(pipe, opt, batch, 3)
+        assert sum(pipe.late_forwards) > sum(alone)
+        pipe.train_step(*batch.args, target=batch.target)
+        with pytest.raises(
+            ValueError, match=r"with update_slots: .* a batch waits for its opt\.step"
+        ):
+            pd2.PipelineOptimizer(own)
+        opt.step()
+
+
+@pytest.mark.parametrize("how", ["another optimizer", "a checkpoint"])
+def test_measuring_begins_anew(how: str, tmp_path: Path) -> None:
+    pipe, opt, batch = start(update_slots="auto")
+    stages = pipe.session.stages
+    with pipe:
+        train(pipe, opt, batch, 1)
+        pd2.save(tmp_path, pipe, opt).wait()  # not measured yet
+        train(pipe, opt, batch, 1)
+        assert stages.recorded_for == "update_slots"
+        if how == "another optimizer":
+            opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
+        else:
+            train(pipe, opt, batch, 4)
+            assert pipe.late_forwards < (6, 6, 6)
+            pd2.load(tmp_path, pipe, opt)
+            assert pipe.late_forwards == (6, 6, 6)
+        assert stages.recorded_for is None
+        train(pipe, opt, batch, 6)
+        assert pipe.late_forwards < (6, 6, 6)
+        assert stages.recorded_for is None
+
+
+def test_a_measured_run_goes_on_where_its_numbers_have_room(tmp_path: Path) -> None:
+    pipe, opt, batch = start(update_slots=4)
+    with pipe:
+        train(pipe, opt, batch, 1)
+        pd2.save(tmp_path, pipe, opt).wait()
+    pipe, opt, batch = start(m=4, update_slots="auto")
+    with pipe, pytest.raises(ValueError, match=r"late_forwards: .* has \[6, 5, 4\]"):
+        pd2.load(tmp_path, pipe, opt)
+
+
+def test_a_timeline_has_nothing_of_what_was_measured_before_it() -> None:
+    pipe, opt, batch = start(update_slots="auto")
+    with pipe:
+        train(pipe, opt, batch, 2)
+        pipe.flush()
+        with pipe.timeline() as timeline:
+            train(pipe, opt, batch, 1)
+        assert {row.batch for row in timeline.rows} == {2}
