@@ -76,7 +76,7 @@ class Simulation:
     bubbles: list[float]
     peak_bytes: list[float]
     most_in_flight: list[int]
-    late_share: float = dataclasses.field(repr=False)
+    late_share: float = dataclasses.field(default=0.0, repr=False)
 
     @property
     def in_words(self) -> str:

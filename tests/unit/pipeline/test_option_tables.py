@@ -65,6 +65,8 @@ USUAL: dict[str, Any] = {
     "optimizer": Stepping(torch.optim.SGD(parameters()), [torch.float32]),
     "tied parameters": [],
     "register_comm_hook": None,
+    "fresh forwards": False,
+    "late forwards of one's own": False,
 }
 """Facts about a pipeline in one process, to which nothing was given."""
 
@@ -79,6 +81,8 @@ OTHERS: dict[str, list[Any]] = {
     + [Stepping(torch.optim.SGD(parameters()), [torch.float64])],
     "tied parameters": [["head.weight"]],
     "register_comm_hook": [len],
+    "fresh forwards": [True],
+    "late forwards of one's own": [True],
     "replica_sync": [sync()],
     "num_stages": ["auto"],
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,9 @@ def test_one_late_forward_less_makes_a_stage_wait(name: str) -> None:
             assert number == 0 or period(fewer) > steady + 1e-6
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
-@pytest.mark.parametrize("name", ["skips", "drawing"])
+@pytest.mark.parametrize(
+    ("name", "num_stages"), [*itertools.product(["skips", "drawing"], [2, 3, 4, 6]), ("mlp", 8)]
+)
 def test_fresh_training_is_the_oracles(name: str, num_stages: int) -> None:
     for m in (num_stages, 2 * num_stages + 1, 4 * num_stages):
         check_task(TASKS[name], num_stages, m, [2 * m] * 5, schedule="2bw_fresh")
