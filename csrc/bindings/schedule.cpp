@@ -41,12 +41,10 @@ void bind_late_forwards(py::class_<Schedule>& schedule) {
           py::arg("slots"), py::arg("joint"), py::arg("backward") = 2)
       .def(
           "late_for_seconds",
-          [](const Schedule& self, std::vector<double> seconds, std::vector<JointUpdate> joint,
-             double forward, double backward) {
-            return late_forwards(self, {std::move(seconds), std::move(joint), forward, backward});
+          [](const Schedule& self, std::vector<double> seconds, double forward, double backward) {
+            return late_forwards(self, {std::move(seconds), {}, forward, backward});
           },
-          py::kw_only(), py::arg("seconds"), py::arg("joint"), py::arg("forward"),
-          py::arg("backward"));
+          py::arg("seconds"), py::arg("forward"), py::arg("backward"));
 }
 
 void bind_schedule_class(py::module_& module) {

@@ -36,10 +36,11 @@ class Measured(NamedTuple):
 
 def tied(session: Session, late: Sequence[int]) -> list[int]:
     """The numbers, alike where stages have parameters in common: a microbatch reads one version."""
-    alike = list(late)
-    for stages in session.stages.joint_updates.tied:
+    alike, groups = list(late), session.stages.joint_updates.tied
+    for stages in groups * len(groups):  # a stage may be of several groups
+        most = max(alike[each] for each in stages)
         for stage in stages:
-            alike[stage] = max(late[each] for each in stages)
+            alike[stage] = most
     return alike
 
 
@@ -128,12 +129,8 @@ class LateForwards(Extension):
         updates = [0.0] * session.schedule.num_stages
         for stage, of in stages:
             updates[stage] = max(updates[stage], of.update)
-        late = session.schedule.late_for_seconds(
-            seconds=updates,
-            joint=[],  # the waiting for other stages is in the seconds
-            forward=slowest.forward,
-            backward=slowest.backward,
-        )
+        # The waiting for other stages is in the seconds.
+        late = session.schedule.late_for_seconds(updates, slowest.forward, slowest.backward)
         self._set(tied(session, late))
 
     def _set(self, late: Sequence[int], slots: int | None = None) -> None:
@@ -209,8 +206,7 @@ def measured(records: Iterable[_C.ExecutedAction]) -> dict[int, Measured] | None
         updates = [ends[run] - complete[stage, run] for run in sorted(ends)[1:]]
         if not updates or (stage, "F") not in seconds:
             return None
-        typical = {kind: statistics.median(seconds[stage, kind]) for kind in "FBIWR"
-                   if (stage, kind) in seconds}  # fmt: skip
+        typical = {kind: statistics.median(of) for (at, kind), of in seconds.items() if at == stage}
         forward = typical.pop("F")
         found[stage] = Measured(min(updates), forward, sum(typical.values()))
     return found or None

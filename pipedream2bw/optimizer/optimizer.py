@@ -147,9 +147,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
         )
 
     def _late_share(self, stage: int) -> float:
-        """Of the last batch's forwards on the stage, those that the schedule has late.
+        """The share of the last batch's forwards on a stage that are late, in all replicas.
 
-        In all replicas. Where others are fresh, the first of several train_steps alone has some.
+        It is the schedule's, whatever the batch read. Where others are fresh, the first of several
+        train_steps alone has late ones.
         """
         session, schedule = self._session, self._session.schedule
         if not schedule.has_fresh_forwards:

@@ -106,8 +106,8 @@ class ErrorFeedback:
     def correct(
         self, step: torch.Tensor | None, kept: torch.Tensor | None, factor: float
     ) -> Corrected:
-        """``step`` is None where there was no gradient, or no forward was late."""
-        if step is None:
+        """``step`` is None where there was no gradient, ``factor`` 0 where no forward was late."""
+        if step is None or factor == 0:
             return None, None
         change = None if kept is None else (step - kept.to(step.dtype)) * factor
         return change, step if self.dtype is None else step.to(self.dtype)
@@ -149,8 +149,10 @@ class NesterovCorrection:
         """Whether what it keeps is rounded."""
         return False
 
-    def correct(self, step: torch.Tensor | None, kept: torch.Tensor | None) -> Corrected:
-        """``step`` is None where there was no gradient."""
+    def correct(
+        self, step: torch.Tensor | None, kept: torch.Tensor | None, factor: float
+    ) -> Corrected:
+        """``step`` is None where there was no gradient. ``factor`` is error feedback's."""
         if step is None:
             return None, kept
         # w(t+1) - w(t) = d(t) + (1 - momentum) * u(t)
@@ -201,12 +203,14 @@ class Remedies:
             tied: stages with parameters in common, whose copies must make equal steps.
         """
         given = getattr(self.correction, "coefficient", 1.0)
-        if isinstance(given, Sequence) and len(given) != num_stages:
+        if not isinstance(given, Sequence):
+            return
+        if len(given) != num_stages:
             raise ValueError(
                 f"coefficient: {len(given)} given, num_stages: {num_stages}: one for each stage"
             )
         for stages in tied:
-            of_each = [given[i % num_stages] for i in stages] if isinstance(given, Sequence) else []
+            of_each = [given[i % num_stages] for i in stages]
             if len(set(of_each)) > 1:
                 raise ValueError(
                     f"coefficient: {of_each} for the stages {list(stages)}, which have tied "

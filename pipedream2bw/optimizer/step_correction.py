@@ -71,7 +71,7 @@ class StepCorrection:
         Args:
             late_share: of the batch's forwards on the stage, those that read an older version.
         """
-        engine, rule = self._stage.engine, self._rule
+        engine = self._stage.engine
         factor = self.feedback(late_share)
         for i in self.corrected_here():
             has_master = self._has_master(slot, i)
@@ -83,10 +83,7 @@ class StepCorrection:
             earlier = self._kept.pop(i, None)
             if earlier is not None:
                 _C.use_here([earlier])  # after a load it has memory of the caller's stream
-            if isinstance(rule, ErrorFeedback):
-                change, kept = rule.correct(step if late_share else None, earlier, factor)
-            else:
-                change, kept = rule.correct(step, earlier)
+            change, kept = self._rule.correct(step, earlier, factor)
             if change is not None:
                 after.add_(change)
                 if has_master:

@@ -10,6 +10,7 @@ import torch
 
 import pipedream2bw as pd2
 from benchmarks.measuring.delays import delays_everywhere
+from tests.exhaustive import exhaustive
 from tests.references.oracle import Oracle
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import (
@@ -72,7 +73,10 @@ def over_late_messages(rank: int, world: int, *given: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "width", "slots", "clips"),
-    [(3, 1, "auto", False), (3, 1, 2, True), (4, 2, "auto", True), (4, 2, 1, False)],
+    [
+        *((3, 1, "auto", False), (3, 1, 2, True), (4, 2, "auto", True), (4, 2, 1, False)),
+        *exhaustive((5, 1, 1, True), (6, 1, 1, False), (6, 1, "auto", True)),
+    ],
 )
 def test_all_ranks_train_the_definition(
     world: int, width: int, slots: int | str, clips: bool, tmp_path: Path

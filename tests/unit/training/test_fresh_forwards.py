@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pipedream2bw as pd2
+from pipedream2bw.optimizer.late_forwards import tied
 from tests.references.late_forwards import late_of_2bw
 from tests.references.oracle import Batch
 from tests.references.remedies import Corrected, Discounted
@@ -114,6 +115,23 @@ def test_one_late_forward_less_makes_a_stage_wait(name: str) -> None:
 def test_fresh_training_is_the_oracles(name: str, num_stages: int) -> None:
     for m in (num_stages, 2 * num_stages + 1, 4 * num_stages):
         check_task(TASKS[name], num_stages, m, [2 * m] * 5, schedule="2bw_fresh")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compile": {"backend": "eager"}}, {"compile": {"backend": "eager"}, "accumulate": 2}],
+    ids=str,
+)
+def test_compiled_stages_are_fresh_too(options: dict[str, Any]) -> None:
+    check_task(TASKS["skips"], 3, 5, [10] * 6, schedule="2bw_fresh", **options)
+
+
+def test_stages_of_several_groups_of_tied_weights_have_one_number() -> None:
+    with make_pipeline(TASKS["mlp"], 3, 4, TASKS["mlp"].batches([8])[0]) as pipe:
+        pipe.session.stages.joint_updates.tied = [[1, 2], [0, 1]]
+        assert tied(pipe.session, [5, 4, 3]) == [5, 5, 5]
+        pipe.session.stages.joint_updates.tied = [[0, 1], [1, 2]]
+        assert tied(pipe.session, [3, 4, 5]) == [5, 5, 5]
 
 
 @pytest.mark.parametrize("slots", [1, 2])
