@@ -28,7 +28,11 @@ TIED_TASK = Task(TIED["language model"].build, TIED["language model"].draw, floa
 
 
 def ask(task: Task, num_stages: int, opt_options: dict[str, Any], **options: Any) -> list[Asked]:
-    """What some batches ask of the devices. Inputs are the host's; the caller reads nothing."""
+    """What some batches ask of the devices. Inputs are the host's.
+
+    The caller reads one loss after the flush. A thread brings losses when it has time, and each
+    wait for them must be counted with its own batch.
+    """
     batches = task.batches([2 * M] * (WARM_UP + STEADY))
     options = {"devices": places(num_stages, 2), **options}
     example = batch_on(batches[0], HOME)
@@ -37,9 +41,10 @@ def ask(task: Task, num_stages: int, opt_options: dict[str, Any], **options: Any
 
         def train(some: Iterable[Any]) -> None:
             for batch in some:
-                pipe.train_step(*batch.args, target=batch.target)
+                loss = pipe.train_step(*batch.args, target=batch.target)
                 opt.step()
             pipe.flush()
+            float(loss)
 
         train(batches[:WARM_UP])
         with checked.log() as asked:
