@@ -78,14 +78,29 @@ def copies_of_plain_tensors(root: nn.Module) -> dict[torch.Tensor, torch.Tensor]
     }
 
 
-def copy_training_flags(source: nn.Module, clone: nn.Module) -> None:
-    """Gives every module of ``clone`` the ``training`` flag of its counterpart in ``source``.
+def copy_attributes(
+    source: nn.Module, clone: nn.Module, names: Mapping[str, Collection[str]]
+) -> None:
+    """Gives the modules of ``clone`` attributes of their counterparts in ``source``.
 
-    ``train()`` on the root would overwrite submodules that the user froze in eval mode.
+    Args:
+        names: of the attributes, by module. Those that ``source`` lacks are removed.
     """
-    flags = {name: module.training for name, module in source.named_modules()}
-    for name, module in clone.named_modules():
-        module.training = flags[name]
+    name_of = {id(module): name for name, module in source.named_modules()}
+
+    def counterpart(item: Any) -> Any:
+        if isinstance(item, types.MethodType) and id(item.__self__) in name_of:
+            return types.MethodType(item.__func__, counterpart(item.__self__))
+        name = name_of.get(id(item))
+        return item if name is None else clone.get_submodule(name)
+
+    for module, attributes in names.items():
+        there, mine = vars(source.get_submodule(module)), vars(clone.get_submodule(module))
+        for name in attributes:
+            if name in there:
+                mine[name] = replaced(there[name], counterpart)
+            else:
+                mine.pop(name, None)
 
 
 class _Cloner:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numbers
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,10 +58,27 @@ def computed_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: Any) 
             f"loss_fn returned shape {list(loss.shape)} and dtype {loss.dtype}: it must return "
             "one floating-point number, the mean (or sum) over the microbatch"
         )
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        warnings.warn(
-            "loss_fn returned a loss whose requires_grad is False: the microbatch trains nothing. "
-            "Compute the loss from the model's output, without detach() or item()",
-            stacklevel=2,
-        )
     return loss
+
+
+def refuse_other_weights(loss: torch.Tensor, mine: Iterable[torch.Tensor]) -> None:
+    """Raises WrongLossError if a loss trains other tensors than the stage's and its inputs.
+
+    Args:
+        mine: the stage's weights, and what it was sent.
+    """
+    known = set(map(id, mine))
+    pending, seen = [loss.grad_fn], {None}
+    while pending:
+        node: Any = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise WrongLossError(
+                f"loss_fn: the loss depends on a tensor of shape {list(leaf.shape)} that requires "
+                "a gradient and is no weight of the last stage. Weights of the model must be used "
+                "in its forward, and hooks must not keep another stage's activations for loss_fn"
+            )
+        pending += [each for each, _ in node.next_functions]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +13,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .hooks import has_hooks
 from .local_shards import is_dtensor
-from .replacing import tensors_in
+from .reads import Reads
+from .replacing import replaced, tensors_in
 from .storages import storage_of
 
 
@@ -41,13 +44,44 @@ def refuse_untrainable(root: nn.Module, loss_fn: object = None) -> None:
     _refuse_several_devices(root)
     _refuse_aliases(root)
     _refuse_views(root)
-    if isinstance(loss_fn, nn.Module):
-        trained = [name for name, p in loss_fn.named_parameters() if p.requires_grad]
-        if trained:
+    if loss_fn is not None:
+        _refuse_loss(root, loss_fn)
+
+
+def _refuse_loss(root: nn.Module, loss_fn: object) -> None:
+    """Refuses a loss that trains weights of its own, or reads what stages keep in their copies."""
+    mine = {id(module): name for name, module in root.named_modules()}
+    reads = Reads.of([("loss_fn", loss_fn)], root.modules())
+
+    def see(where: str, item: Any) -> Any:
+        if isinstance(item, nn.Module) and id(item) in mine:
+            for name, module in item.named_modules(prefix=mine[id(item)]):
+                read = reads.names & Reads.of_class(type(module)).assigned
+                for attribute in sorted(read):
+                    raise ValueError(
+                        f"loss_fn: it reads the attribute {attribute} of module {name!r}, which "
+                        "the module's forward assigns: stages call copies of the module. Return "
+                        "the value with the model's output, or add a loss by pipedream2bw.add_loss"
+                    )
+        elif isinstance(item, nn.Module):
+            trained = [name for name, p in item.named_parameters() if p.requires_grad]
+            if trained:
+                kind = type(item).__name__
+                told = kind if where == "loss_fn" else f"{where} ({kind})"
+                raise ValueError(
+                    f"loss_fn: {told} has {len(trained)} trainable "
+                    f"parameters ({', '.join(trained[:5])}), it must have none: make them a part "
+                    "of the model"
+                )
+        elif isinstance(item, nn.Parameter) and item.requires_grad:
             raise ValueError(
-                f"loss_fn: {type(loss_fn).__name__} has {len(trained)} trainable parameters "
-                f"({', '.join(trained[:5])}), it must have none: make them a part of the model"
+                f"loss_fn: {where} is trainable parameters of shape {list(item.shape)}, it must "
+                "have none: make them a part of the model"
             )
+        return item
+
+    for where, value in reads.variables():
+        replaced(value, functools.partial(see, where))
 
 
 def refuse_uncloneable(name: str, module: nn.Module) -> None:

@@ -165,7 +165,6 @@ class PipelineModule(nn.Module):
         session = open_session(model, loss_fn, options, arrange)
         super().__init__()
         self.session = session
-        self.training = session.root.training
         self._hooks: CommHooks | None = None
 
     # ------------------------------------------------------------------ what the user reads
@@ -215,6 +214,16 @@ class PipelineModule(nn.Module):
     @property
     def schedule(self) -> str:
         return self.session.schedule.name
+
+    @property
+    def training(self) -> bool:
+        """The model's own mode."""
+        return self.session.root.training if "session" in vars(self) else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "session" in vars(self):
+            self.session.root.training = mode
 
     @property
     def late_forwards(self) -> tuple[int, ...]:
@@ -301,7 +310,7 @@ class PipelineModule(nn.Module):
         arguments = StepArguments(
             Microbatch(*args, target=target, **kwargs), microbatches, normalizer
         )
-        return Loss(self.session, self.session.train_step(arguments, is_train=self.training))
+        return Loss(self.session, self.session.train_step(arguments))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, ``train_step`` calls need no ``opt.step()``: their batch goes on.
@@ -364,7 +373,7 @@ class PipelineModule(nn.Module):
                 "under torch.no_grad() or after eval()"
             )
         arguments = StepArguments(Microbatch(*args, **kwargs), microbatches)
-        return evaluate(self.session, arguments, is_train=self.training)
+        return evaluate(self.session, arguments)
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:
         """Drains, closes the pipeline and gives the whole model back with the newest weights.
@@ -504,9 +513,8 @@ class PipelineModule(nn.Module):
 
     def train(self: _Self, mode: bool = True) -> _Self:
         """As ``nn.Module.train``: sets the mode of the model's modules on every stage."""
-        if mode != self.training:
-            self.session.set_mode(mode)
-            self.training = mode
+        self.session.ending.check_open()
+        self.session.root.train(mode)
         return self
 
     # ------------------------------------------------------------------ what a pipeline refuses

@@ -255,7 +255,7 @@ def capture(checked: Checked, grid: RankGrid) -> set[str]:
         ValueError, TypeError: the model cannot be captured or cut into these stages.
     """
     root = checked.root
-    mode = checked.modes.capture(root.training)
+    mode = checked.modes.capture()
     if ties := find_ties(mode.programs):
         check_ties(checked.schedules[grid.replica], ties, root)
     names = checked.modes.names_in(grid.stages_of_model)

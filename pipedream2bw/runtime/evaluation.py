@@ -14,23 +14,20 @@ from .session import Session
 from .step_data import StepArguments
 
 
-def evaluate(session: Session, arguments: StepArguments, *, is_train: bool) -> Any:
+def evaluate(session: Session, arguments: StepArguments) -> Any:
     """Gives the output, of ready-made microbatches a list, where the last stage is. Drains.
 
     Every rank calls it.
-
-    Args:
-        is_train: whether the modules are in train mode.
     """
     session.ending.check_open()
     with session.ending.failing_closes():
         given, microbatches = session.agree_on_call(
-            arguments, lambda: None, Operation.evaluation, session.num_evaluations, is_train
+            arguments, lambda: None, Operation.evaluation, session.num_evaluations
         )
     for extension in session.extensions:
         extension.before_evaluation()
     with session.ending.failing_closes():
-        mode = session.mode_in_use(is_train)
+        mode = session.mode_in_use()
         session.drain()
         run = ~session.num_evaluations  # never a train_step's number
         session.num_evaluations += 1

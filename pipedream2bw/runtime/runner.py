@@ -14,8 +14,9 @@ from torch import nn
 
 from .. import _C
 from ..capture.saved_bytes import SavedBytes
+from ..errors import WrongLossError
 from ..model.added_loss import LossWeight, Weighed
-from ..model.metrics import Metric, computed_loss, measure
+from ..model.metrics import Metric, computed_loss, measure, refuse_other_weights
 from ..model.precision import Precision
 from ..model.storages import storage_of
 from ..model.trees import tensors_in
@@ -184,6 +185,8 @@ class StageRunner:
         )
         self.bytes_kept: dict[int, int] = {}  # by layout
         self.adds_losses = False
+        self._weights = weights
+        self._has_graph = False  # a loss of the train_step
         self._runs: dict[int, RunInputs] = {}
         self.thread: list[int] = []  # the executor's, once it is known
         self._default_device = torch.get_default_device()  # the caller's: threads have their own
@@ -273,6 +276,8 @@ class StageRunner:
             messages, loss, output = self.compute(inputs.bound, call.slot, own, inbound)
         if saved is not None:
             self.bytes_kept[layout] = saved.total
+        if loss is not None:
+            self._check_graph(loss, inputs, call, is_new=saved is not None)
         kept = self.bytes_kept[layout]
         if self._again is not None and replay is not None:
             if _is_differentiable(inbound) or _is_differentiable(messages, loss):
@@ -284,6 +289,29 @@ class StageRunner:
             share = inputs.sizes[call.microbatch] / inputs.total_rows
             metrics = measure(self._metrics, output, own.target, share, self._device)
         return _C.ForwardResult(messages, loss, kept, metrics)
+
+    def _check_graph(
+        self, loss: torch.Tensor, inputs: RunInputs, call: _C.ForwardCall, *, is_new: bool
+    ) -> None:
+        """Raises WrongLossError if a train_step trains nothing, or what is no weight of its stage.
+
+        Args:
+            is_new: whether the microbatch is the first of its layout.
+        """
+        if is_new and loss.requires_grad:
+            mine = [tensor for message in call.inbound for tensor in message.tensors]
+            mine += self._weights.slot_parameters[call.slot]
+            mine += self._weights.model.parameters()  # which refuse gradients by themselves
+            refuse_other_weights(loss, mine)
+        self._has_graph = loss.requires_grad or (self._has_graph and call.microbatch > 0)
+        if self._has_graph or call.microbatch < len(inputs.sizes) - 1:
+            return
+        if any(parameter.requires_grad for parameter in self._weights.model.parameters()):
+            raise WrongLossError(
+                "loss_fn: no loss of the train_step requires a gradient, so that it would train "
+                "nothing. Compute the loss from the model's output, without detach(), item() or "
+                "no_grad()"
+            )
 
     def _count_saved(
         self, layout: int, own: MicrobatchInputs, inbound: Sequence[_C.Message]

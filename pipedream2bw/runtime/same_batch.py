@@ -26,6 +26,12 @@ def check_same_batch(
     if len(set(modes)) > 1:
         shown = ", ".join(f"rank {rank}: {mode}" for rank, mode in enumerate(modes))
         raise ValueError(f"train() or eval() must be the same on every rank, got {shown}")
+    others = [rank for rank, each in enumerate(announced) if each.model != announced[0].model]
+    if others:
+        raise ValueError(
+            f"the model on rank {others[0]} has other attributes, or modules in other modes, than "
+            "on rank 0: what a script changes of a model must be the same on every rank"
+        )
     for replica in range(grid.width):
         _check_replica(grid, announced, listed, replica, training=training)
 

@@ -22,6 +22,7 @@ from .extension import Extensions
 from .intake import Intake
 from .local_model import LocalModel
 from .local_stages import LocalStages, interrupts_later, last_uncaught
+from .model_changes import ModelChanges
 from .step_data import Microbatches, StepArguments, StepData
 
 _Made = TypeVar("_Made")
@@ -87,8 +88,7 @@ class Session:
         self.num_evaluations = 0
         self.intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
         self.first_unfinished: int | None = None
-        self._mode_of_last_step = self.root.training
-        self._mode_was_set = False  # and the stages' modules are still in the former one
+        self._changes = ModelChanges(modes, stages)
         _all.add(self)
 
     @property
@@ -117,22 +117,17 @@ class Session:
 
     # ------------------------------------------------------------------ running
 
-    def train_step(self, arguments: StepArguments, *, is_train: bool) -> _C.AwaitedNumbers:
-        """Submits forward and backward of the microbatches; gives the place of its loss.
-
-        Args:
-            is_train: whether the modules are in train mode.
-        """
+    def train_step(self, arguments: StepArguments) -> _C.AwaitedNumbers:
+        """Submits forward and backward of the microbatches; gives the place of its loss."""
         self.ending.check_open()
         with self.ending.failing_closes():
             # The train_steps that the schedule keeps unfinished, and one to go on with.
             self.stages.wait_for_room(max(2, self.schedule.most_batches_behind + 1))
             number = self.num_train_steps
             data, microbatches = self.agree_on_call(
-                arguments, self.accumulation.next, Operation.train_step, number, is_train
+                arguments, self.accumulation.next, Operation.train_step, number
             )
-            mode = self.mode_in_use(is_train)
-            self._mode_of_last_step = is_train
+            mode = self.mode_in_use()
             with self.interruptible_later():
                 slot = self._submit(data, mode, microbatches)
                 self.uncaught_before = last_uncaught()
@@ -183,7 +178,6 @@ class Session:
         part: Callable[[], BatchPart | None],
         operation: Operation,
         number: int,
-        is_train: bool,
     ) -> tuple[StepData, Microbatches]:
         """Checks a call here, and with all ranks what it is split into."""
         data = StepData(part=None)
@@ -194,10 +188,11 @@ class Session:
             if of_batch is not None and not torch.is_grad_enabled():
                 raise ValueError("gradients are turned off: call train_step() outside no_grad()")
             self.local_model.check_values()
-            mode = self.modes.get(is_train)
-            self.stages.check_before_run(mode, training=of_batch is not None)
+            self._changes.look(running=self.first_unfinished is not None)
+            self.stages.check_before_run(self._changes.mode, training=of_batch is not None)
+            is_train = self.root.training
             data = self.intake.take(arguments, of_batch, self.modes.first, is_train=is_train)
-            mine = data.announcement
+            mine = data.announcement._replace(model=self._changes.digest)
             for extension in self.extensions:
                 mine = extension.announce(mine)
             return mine
@@ -210,27 +205,14 @@ class Session:
         listed = self.control.told_by_all(data.listed) if are_listed else []
         return data, self.intake.microbatches(announced, listed, data.part)
 
-    def mode_in_use(self, is_train: bool) -> Mode:
-        """The capture for this mode; made when first used, on all ranks together."""
-        waits = self._mode_was_set and self.stages.joint_updates.need_later_batches
-        if waits or self._mode_of_last_step != is_train:
-            # The modes' stages may be wired differently, and what runs again before its backward
-            # runs in the mode of its forward; and torch.fx, if this mode has yet to be captured,
-            # traces by replacing nn.Module's call for all threads.
-            self.drain()
-        if self._mode_was_set:
-            self.stages.finish_submitted()
-            for stage in self.stages:
-                stage.weights.copy_training_flags()
-            self._mode_was_set = False
-        if is_train not in self.modes:
-            self.stages.connect(self.control.together(lambda: self._capture(is_train)))
-        return self.modes[is_train]
+    def mode_in_use(self) -> Mode:
+        """The capture of the model as it is; made when first used, on all ranks together."""
+        return self._changes.follow(self.drain, lambda: self.control.together(self._capture))
 
-    def _capture(self, is_train: bool) -> Mode:
+    def _capture(self) -> Mode:
         others = self.stages.others
         with others.in_place() if others else contextlib.nullcontext():
-            return self.modes.capture(is_train)
+            return self.modes.capture()
 
     def agree(self, operation: Operation, number: int, local: Callable[[], _Row]) -> list[_Row]:
         """Agrees with all ranks as :meth:`ControlPlane.agree` does.
@@ -285,8 +267,15 @@ class Session:
         """Agrees on an operation, as ``agree`` does, and drains: the first part of it."""
         self.ending.check_open()
         with self.ending.failing_closes():
+            late: ValueError | None = None
+            try:
+                self._changes.look(running=self.first_unfinished is not None)
+            except ValueError as error:
+                late = error
             self.agree(operation, self.num_train_steps, local)
             self.drain()
+            if late is not None:
+                raise late
 
     def flush_to_read(self, operation: Operation) -> None:
         """As :meth:`flush_for`, but a pipeline that a failure has ended is read as it is.
@@ -297,12 +286,6 @@ class Session:
             self.flush_for(operation)
 
     # ------------------------------------------------------------------ changing
-
-    def set_mode(self, is_train: bool) -> None:
-        """Sets the mode of the model's modules; the stages' follow before the next run."""
-        self.ending.check_open()
-        self.root.train(is_train)
-        self._mode_was_set = True
 
     def together(self, make: Callable[[], _Made]) -> _Made:
         """Calls ``make`` on every rank; returns what it gives here, or raises on every rank."""

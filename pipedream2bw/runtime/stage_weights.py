@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..model.clone import copies_of_buffers, copy_training_flags, structural_clone
+from ..model.clone import copies_of_buffers, copy_attributes, structural_clone
 from ..model.precision import Precision
 from ..model.storages import storage_of
 from ..ranks.deadline import Deadline
@@ -172,10 +172,10 @@ class StageWeights:
         """The program as one function for each weight slot."""
         return [program.bind(clone, self.device) for clone in self.clones]
 
-    def copy_training_flags(self) -> None:
-        """Gives the clones' modules the modes of the model's."""
+    def copy_attributes(self, names: Mapping[str, Collection[str]]) -> None:
+        """Gives the clones' modules attributes of the model's; ``names`` has them by module."""
         for clone in self.clones:
-            copy_training_flags(self.model, clone)
+            copy_attributes(self.model, clone, names)
 
     def in_slot(self, slot: int) -> dict[nn.Parameter, nn.Parameter]:
         """Maps the root's Parameters to those that the stage computes with in a slot."""
@@ -280,7 +280,6 @@ def _make_clones(
         for stage in stages:
             mapping.update(stage.in_slot(slot % stage.engine.num_slots))
         clone = structural_clone(root, mapping, hooked=modules)
-        copy_training_flags(model, clone)
         for stage in stages:
             if slot < stage.engine.num_slots:
                 stage.clones.append(clone)

@@ -1,4 +1,4 @@
-"""The model as captured in train and in eval mode."""
+"""The model as captured in train mode, in eval mode and with other attributes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Mode:
 
 
 class Modes:
-    """Captures the model once per mode, over the same parameters and cut at the same places.
+    """Captures the model in its modes, over the same parameters and cut at the same places.
 
     Args:
         recomputed_blocks: names of the modules whose forward is run again in the backward.
@@ -97,25 +97,17 @@ class Modes:
         self._numbers_draws = numbers_draws
         self._precision = precision
         self._check_layers = check_layers
-        self._by_training: dict[bool, Mode] = {}
+        self._first: Mode | None = None
+        self._num_captures = 0
 
     @property
     def first(self) -> Mode:
-        """The mode that was captured first; the other one has its parameters on the same stages."""
-        return next(iter(self._by_training.values()))
+        """The mode that was captured first; others have its parameters on the same stages."""
+        assert self._first is not None
+        return self._first
 
-    def __contains__(self, training: bool) -> bool:
-        return training in self._by_training
-
-    def __getitem__(self, training: bool) -> Mode:
-        return self._by_training[training]
-
-    def get(self, training: bool) -> Mode:
-        """Returns the mode, or the first one if it has not been captured yet."""
-        return self._by_training.get(training, self.first)
-
-    def capture(self, training: bool) -> Mode:
-        """Captures the model as its modules behave now, which is as ``training`` says."""
+    def capture(self) -> Mode:
+        """Captures the model as its modules behave now."""
         with (
             self._precision.as_in_stages() as addresses,
             for_capture(self._root, self._example) as (root, (args, kwargs)),
@@ -126,7 +118,7 @@ class Modes:
                 "replicated": self._replicated,
                 "dynamic_shapes": self._dynamic_shapes,
             }
-            if self._by_training:
+            if self._first is not None:
                 with brought_together(root, (args, kwargs)) as root_here:
                     captured = self._capture_like_first(root_here, options)
                 boundaries = place_like(captured, self.first.programs)
@@ -140,13 +132,14 @@ class Modes:
         if self._recomputed_blocks:
             names = self._recomputed_blocks
             write = written_as_blocks(
-                blocks_of_layers(captured, self._root, names, training=training)
+                blocks_of_layers(captured, self._root, names, training=self._root.training)
             )
         programs = split_into_stages(
             captured, boundaries, numbers_draws=self._numbers_draws, write=write
         )
-        mode = Mode(int(training), captured, programs, whole)
-        self._by_training[training] = mode
+        mode = Mode(self._num_captures, captured, programs, whole)
+        self._num_captures += 1
+        self._first = self._first or mode
         return mode
 
     def _capture_first(self, root: nn.Module, options: Mapping[str, Any]) -> Captured:
@@ -186,7 +179,7 @@ class Modes:
 
     def settings(self) -> dict[str, Any]:
         """Returns what the first capture found that must be the same on all ranks."""
-        if not self._by_training:
+        if self._first is None:
             return {}
         captured, programs = self.first.captured, self.first.programs
         return {

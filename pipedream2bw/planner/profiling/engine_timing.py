@@ -117,7 +117,7 @@ def _train_step_seconds(num_microbatches: int, device: torch.device) -> float:
         stage.weights.engine.set_optimizers({"sgd": [0, 0]})
 
     def train_step() -> None:
-        session.train_step(StepArguments(Microbatch(rows, target=rows)), is_train=True)
+        session.train_step(StepArguments(Microbatch(rows, target=rows)))
         with session.update() as run:
             for stage in session.stages:
                 stage.executor.submit_update(
@@ -148,7 +148,7 @@ def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
     control = ControlPlane(1, deadline, "engine timing")
     stages = LocalStages(
         root=layer,
-        mode=modes.capture(training=True),
+        mode=modes.capture(),
         schedule=schedule,
         grid=RankGrid(schedule.placement, 1, deadline),
         control=control,

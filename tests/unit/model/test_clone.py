@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 import pipedream2bw as pd2
-from pipedream2bw.model.clone import copy_training_flags, structural_clone
+from pipedream2bw.model.clone import copy_attributes, structural_clone
 
 
 def other_weights(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
@@ -297,13 +297,19 @@ def test_modules_that_point_back_to_their_parent() -> None:
     assert clone[0].parent is clone
 
 
-def test_training_flags_are_copied_module_by_module() -> None:
+def test_attributes_are_copied_by_name_and_refer_to_the_clone() -> None:
     root = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3))
     clone = structural_clone(root, {})
     root.eval()
-    root[0].train()
-    copy_training_flags(root, clone)
-    assert [module.training for module in clone.modules()] == [False, True, False]
+    root[0].p, root[0].other, root[1].call = 0.25, [root[1]], root[0].forward
+    del root[1].momentum
+    names = {"": ["training"], "0": ["training", "p", "other"], "1": ["momentum", "call"]}
+    copy_attributes(root, clone, names)
+    assert [module.training for module in clone.modules()] == [False, False, True]
+    assert clone[0].p == 0.25
+    assert clone[0].other == [clone[1]]
+    assert clone[1].call.__self__ is clone[0]
+    assert not hasattr(clone[1], "momentum")
 
 
 def test_modules_whose_parameters_cannot_be_replaced_are_refused() -> None:

@@ -437,13 +437,13 @@ def test_a_loss_function_that_fails_without_a_target_says_so() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"schedule": "1f1b"}])
-def test_a_loss_without_its_history_is_warned_of(options: dict[str, Any]) -> None:
+def test_a_loss_without_its_history_is_refused(options: dict[str, Any]) -> None:
     def detached(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return mse_loss(output, target).detach()
 
     with build(loss_fn=detached, **options) as pipe:
         sgd(pipe)
-        with pytest.warns(UserWarning, match=r"requires_grad is False: the microbatch .*detach"):
+        with pytest.raises(pd2.errors.StageError, match=r"would train nothing\. .* detach\(\)"):
             float(pipe.train_step(X, target=Y))
 
 

@@ -71,8 +71,9 @@ def both_modes(
         recomputed_blocks=(),
         precision=Precision(model, Options(), "cpu"),
     )
-    first = modes.capture(model.training)
-    return first, modes.capture(model.train(not model.training).training)
+    first = modes.capture()
+    model.train(not model.training)
+    return first, modes.capture()
 
 
 def boundaries_of(mode: Mode) -> list[int]:

@@ -1,0 +1,223 @@
+"""What Python code reads beside its arguments: attributes by name, globals, closures' variables.
+
+It is found in the bytecode. Nothing runs, and nothing is read that the code does not name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+_WRITERS = frozenset({"append", "add", "clear", "extend", "insert", "pop", "setdefault", "update"})
+_NOT_OWN = frozenset({"torch", "numpy", "pipedream2bw"}) | sys.stdlib_module_names
+
+
+@dataclasses.dataclass
+class Reads:
+    """What some functions read, those that they call included.
+
+    Attributes:
+        names: of attributes that are read, whatever the object; texts in the code count as names,
+            which ``getattr()`` may be given.
+        assigned: names of attributes that are assigned.
+        bindings: by (id of the holder, name): a dictionary of globals or a closure's cell.
+        objects: whose methods are called, with the names that errors give them.
+        writes_items: whether lists, dictionaries or tensors may be written to.
+    """
+
+    names: set[str] = dataclasses.field(default_factory=set)
+    assigned: set[str] = dataclasses.field(default_factory=set)
+    bindings: dict[tuple[int, str], Any] = dataclasses.field(default_factory=dict)
+    objects: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    writes_items: bool = False
+    _others: set[int] = dataclasses.field(default_factory=set)
+    _classes: set[type] = dataclasses.field(default_factory=set)
+    _seen: set[int] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def of(cls, functions: Iterable[tuple[str, Any]], others: Iterable[object] = ()) -> Reads:
+        """Of functions, methods, modules and objects that can be called, each with its name.
+
+        Args:
+            others: objects that the functions may know and do not call.
+        """
+        found = cls(_others=set(map(id, others)))
+        for name, function in functions:
+            found.follow(name, function)
+        found._follow_methods()
+        return found
+
+    @classmethod
+    def of_class(cls, kind: type[nn.Module]) -> Reads:
+        """Of the forward of a class of modules."""
+        found = cls()
+        found._classes.add(kind)
+        found.names.add("forward")
+        found._follow_methods()
+        return found
+
+    def follow(self, name: str, value: Any) -> None:
+        """Adds what a function or an object reads if it is called."""
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, types.MethodType):
+            self.follow(name, value.__func__)
+            self._add_object(name, value.__self__, called=False)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.follow(name, part)
+        elif isinstance(value, types.FunctionType):
+            self._scan(value)
+            if (inside := inspect.unwrap(value)) is not value:
+                self.follow(name, inside)
+        elif isinstance(value, type):
+            if not is_foreign(value):
+                self._classes.add(value)
+                self.names.update(("__init__", "__call__"))
+                if issubclass(value, torch.autograd.Function):
+                    self.names.update(("forward", "backward", "setup_context"))
+        elif not isinstance(value, types.ModuleType) and _has_attributes(value):
+            self._add_object(name, value, called=True)
+
+    def _add_object(self, name: str, value: Any, *, called: bool) -> None:
+        self.objects.append((name, value))
+        is_other = id(value) in self._others
+        if isinstance(value, nn.Module) or not is_foreign(type(value)):
+            if not (called and is_other):
+                self._classes.add(type(value))
+            if called and not is_other:
+                self.names.update(("forward", "__call__"))
+
+    def variables(self) -> list[tuple[str, Any]]:
+        """What the functions know, with names: objects, what they read of these, variables."""
+        found = list(self.objects)
+        for (_, name), holder in self.bindings.items():
+            found.append((f"variable {name}", bound(holder, name)))
+        for name, each in self.objects:
+            if not isinstance(each, nn.Module) and hasattr(each, "__dict__"):
+                held = vars(each).items()
+                found += [(f"{name}.{key}", item) for key, item in held if key in self.names]
+        return found
+
+    def _scan(self, function: types.FunctionType) -> None:
+        code = _scanned(function.__code__)
+        self.names |= code.attributes
+        self.assigned |= code.assigned
+        self.writes_items |= code.writes_items
+        if is_foreign(function):
+            return
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        places: list[tuple[str, Any]] = [each for each in cells if each[0] in code.variables]
+        places += [(name, function.__globals__) for name in code.globals]
+        for name, holder in places:
+            if name not in code.set_variables:
+                self.bindings[id(holder), name] = holder
+                self.follow(name, bound(holder, name))
+
+    def _follow_methods(self) -> None:
+        """Adds the methods of known classes whose names are read, until there are no more."""
+        before = -1
+        while before != len(self._seen):
+            before = len(self._seen)
+            for kind in list(self._classes):
+                for each in own_classes(kind):
+                    for name, value in list(vars(each).items()):
+                        if name in self.names:
+                            method = getattr(value, "fget", getattr(value, "__func__", value))
+                            if isinstance(method, types.FunctionType):
+                                self.follow(name, method)
+
+
+def bound(holder: Any, name: str, missing: Any = None) -> Any:
+    """The variable's value in a cell or a dictionary of globals."""
+    if isinstance(holder, types.CellType):
+        try:
+            return holder.cell_contents
+        except ValueError:  # not assigned yet
+            return missing
+    return holder.get(name, missing)
+
+
+def own_classes(kind: type) -> list[type]:
+    """The class and those that it is derived from, without nn.Module and object."""
+    return [each for each in kind.__mro__ if each not in (nn.Module, object)]
+
+
+def is_foreign(value: Any) -> bool:
+    """Whether it was written by Python's, torch's or this package's authors."""
+    return str(getattr(value, "__module__", "")).partition(".")[0] in _NOT_OWN
+
+
+def _has_attributes(value: Any) -> bool:
+    return hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Code:
+    """What one function's bytecode names."""
+
+    attributes: frozenset[str]
+    assigned: frozenset[str]
+    globals: frozenset[str]
+    variables: frozenset[str]  # of closures
+    set_variables: frozenset[str]  # globals and variables of closures that it assigns
+    writes_items: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _scanned(code: types.CodeType) -> _Code:
+    by_kind: dict[str, set[str]] = {}
+    texts: set[str] = set()
+    writes = False
+    for each in _with_inner(code):
+        for constant in each.co_consts:
+            parts = constant if isinstance(constant, tuple) else (constant,)
+            texts.update(part for part in parts if isinstance(part, str) and part.isidentifier())
+        for step in dis.get_instructions(each):
+            if isinstance(step.argval, str):
+                by_kind.setdefault(_KINDS.get(step.opname, ""), set()).add(step.argval)
+            writes |= step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+    attributes = by_kind.get("attribute", set())
+    in_place = any(name.endswith("_") and not name.endswith("__") for name in attributes)
+    return _Code(
+        attributes=frozenset(attributes | texts),
+        assigned=frozenset(by_kind.get("assigned", ())),
+        globals=frozenset(by_kind.get("global", ())),
+        variables=frozenset(by_kind.get("variable", ())),
+        set_variables=frozenset(by_kind.get("set", ())),
+        writes_items=writes or in_place or bool(attributes & _WRITERS) or "out" in texts,
+    )
+
+
+def _with_inner(code: types.CodeType) -> Iterable[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _with_inner(constant)
+
+
+_KINDS = {
+    "LOAD_ATTR": "attribute",
+    "LOAD_METHOD": "attribute",
+    "LOAD_SUPER_ATTR": "attribute",
+    "STORE_ATTR": "assigned",
+    "DELETE_ATTR": "assigned",
+    "LOAD_GLOBAL": "global",
+    "LOAD_NAME": "global",
+    "LOAD_DEREF": "variable",
+    "LOAD_CLASSDEREF": "variable",
+    "LOAD_FROM_DICT_OR_DEREF": "variable",
+    "LOAD_FROM_DICT_OR_GLOBALS": "global",
+    "STORE_GLOBAL": "set",
+    "STORE_DEREF": "set",
+}

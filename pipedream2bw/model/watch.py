@@ -1,0 +1,419 @@
+"""What a script may change of a model after its pipeline is made, watched for changes.
+
+Stages compute with captured programs and with copies of the model's modules. So what the code of
+the model reads of Python is compared before each train_step and evaluation: modules' attributes,
+objects and containers in them, attributes of classes, globals, variables of closures. What no code
+reads by its name is not looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import operator
+import types
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .reads import Reads, bound, is_foreign, own_classes
+from .replacing import replaced
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_RECORDS = (types.SimpleNamespace, argparse.Namespace)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_MOST_ITEMS = 64
+"""Of a list, a dictionary or a set that is looked into."""
+_DEEPEST = 3
+"""How many objects and containers inside one another are looked into."""
+
+
+class _Value:
+    """An object, kept alive, that equals itself, and the same number or text of the same type."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        parts = value if isinstance(value, (tuple, frozenset)) else (value,)
+        self.is_plain = all(isinstance(part, _PLAIN) for part in parts)
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, _Value)
+        one, two = self.value, other.value
+        same = self.is_plain and other.is_plain and type(one) is type(two) and bool(one == two)
+        return one is two or same
+
+    def __hash__(self) -> int:
+        return hash(self.value) if self.is_plain else id(self.value)
+
+    def __str__(self) -> str:
+        return repr(self.value) if self.is_plain else f"another {type(self.value).__name__}"
+
+
+_GONE = _Value(())
+
+
+@dataclasses.dataclass
+class _Place:
+    """Values that are compared together.
+
+    Attributes:
+        holder: a dictionary, a list, a set, a cell, or another object with attributes.
+        name: what errors put before the key of one of its values.
+        keys: which of the values; empty: all of a container.
+        module: whose attributes they are, of which each clone has its own; None: code reads them
+            where they are, when it runs.
+        is_program: whether captured programs depend on them.
+        must_stay: why none of them may change.
+    """
+
+    holder: Any
+    name: str
+    keys: tuple[str, ...] = ()
+    module: str | None = None
+    is_program: bool = True
+    must_stay: str | None = None
+    get: Callable[[Any], Any] = dataclasses.field(init=False)
+    before: Any = dataclasses.field(init=False)
+    values: dict[Any, _Value] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        two = (*self.keys, *self.keys)  # of one key alone a getter gives no tuple
+        if not self.keys:
+            self.get = _itself
+        elif isinstance(self.holder, dict):
+            self.get = operator.itemgetter(*two)
+        elif isinstance(self.holder, types.CellType):
+            self.get = operator.attrgetter("cell_contents", "cell_contents")
+        else:
+            self.get = operator.attrgetter(*two)
+        self.values = self.read()
+        try:
+            self.before = self.get(self.holder) if self.keys else self.holder.copy()
+        except Exception:  # a variable that has no value yet: compared one by one
+            self.before = None
+
+    def read(self) -> dict[Any, _Value]:
+        """The values by key."""
+        holder = self.holder
+        if isinstance(holder, (dict, types.CellType)):
+            keys: Iterable[Any] = self.keys or tuple(holder)  # type: ignore[arg-type]
+            return {key: _Value(bound(holder, key, _GONE.value)) for key in keys}
+        if self.keys:
+            return {key: _Value(getattr(holder, key, _GONE.value)) for key in self.keys}
+        if isinstance(holder, (set, frozenset)):
+            return {"items": _Value(frozenset(holder))}
+        return {number: _Value(value) for number, value in enumerate(holder)}
+
+    def changes(self) -> Iterator[tuple[str, _Value, _Value]]:
+        """Yields, for each value that has changed, its name, what it was and what it is."""
+        now = self.read()
+        for key in dict.fromkeys((*self.values, *now)):
+            old, new = self.values.get(key, _GONE), now.get(key, _GONE)
+            if old != new:
+                yield self.named(key), old, new
+
+    def named(self, key: Any) -> str:
+        """What errors call a value."""
+        return f"{self.name}{key}" if self.keys else f"{self.name}[{key!r}]"
+
+
+def _itself(holder: Any) -> Any:
+    return holder
+
+
+class Watch:
+    """Compares what a model's code reads with what it was.
+
+    Args:
+        root: the model.
+        functions: those that stages call later than the script: the loss, the metrics. With names.
+        written: names of the buffers that the model's forwards write.
+        is_recorded: whether what the functions compute is recorded, numbers as they are.
+
+    Attributes:
+        state: what captured programs depend on, when it was last looked at. It can be hashed.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        functions: Iterable[tuple[str, Any]],
+        written: Collection[str],
+        *,
+        is_recorded: bool = False,
+    ) -> None:
+        self._root = root
+        self._search = functools.partial(
+            _Search, root, list(functions), written, is_recorded=is_recorded
+        )
+        self._told: set[tuple[str, _Value]] = set()
+        self._is_new = True  # scripts define variables after they have made the pipeline
+        self._take(list(self._search().places()))
+
+    def _take(self, places: list[_Place]) -> None:
+        self._places = places
+        modules = list(self._root.modules())
+        self._dictionaries = [
+            each for m in modules for each in (vars(m), m._parameters, m._modules)
+        ]
+        self._lengths = list(map(len, self._dictionaries))
+        self.state = _state(places)
+
+    def look(self, *, running: bool) -> bool:
+        """Whether stages have to follow a change since the last :meth:`follow`.
+
+        Args:
+            running: whether batches may be being computed.
+
+        Raises:
+            ValueError: they cannot follow it, or not at this time.
+        """
+        try:
+            for place in self._places if not self._is_new else ():
+                if place.get(place.holder) != place.before:
+                    break
+            else:
+                if not self._is_new and list(map(len, self._dictionaries)) == self._lengths:
+                    return False
+        except Exception:  # a value is gone, or objects whose comparison is no bool have changed
+            pass
+        return self._differs(running=running)
+
+    def _differs(self, *, running: bool) -> bool:
+        self._is_new = False
+        now = list(self._search().places())
+        changes = list(_changes(self._places, now))
+        for place, name, old, new in changes:
+            if place.must_stay is not None:
+                raise ValueError(f"{name} is {new}, it was {old}: {place.must_stay}")
+            if place.module is not None:
+                self._refuse_weights(name, new.value)
+        if running:
+            late = [(name, new) for place, name, _, new in changes if place.module is None]
+            told, self._told = self._told, self._told.union(late)  # once
+            for place, name, old, new in changes:
+                if place.module is None and old != _GONE and (name, new) not in told:
+                    raise ValueError(
+                        f"{_in_words(name, old, new)} while batches were being computed, which may "
+                        "have read either. Call flush() before you change it. Give what changes "
+                        "with each batch in target=, or as an argument of the model"
+                    )
+        if any(place.is_program for place, *_ in changes):
+            self.state = _state(now)
+            return True
+        self._take(now)
+        return False
+
+    def _refuse_weights(self, name: str, value: Any) -> None:
+        mine = {*map(id, self._root.modules()), *map(id, self._root.parameters())}
+
+        def see(item: Any) -> Any:
+            if isinstance(item, (nn.Module, nn.Parameter)) and id(item) not in mine:
+                raise ValueError(f"{name} holds a new {type(item).__name__}: {_MADE_ANEW}")
+            return item
+
+        replaced(value, see)
+
+    def follow(self) -> dict[str, list[str]]:
+        """Takes what is there for what was; gives the attributes that have changed, by module."""
+        now = list(self._search().places())
+        changed: dict[str, list[str]] = {}
+        for place, name, _, _ in _changes(self._places, now):
+            if place.module is not None:
+                changed.setdefault(place.module, []).append(name.removeprefix(place.name))
+        self._take(now)
+        self._told.clear()
+        return changed
+
+    def names_of_changes(self) -> list[str]:
+        """What has changed since the last :meth:`follow`."""
+        return [name for _, name, _, _ in _changes(self._places, self._search().places())]
+
+    @property
+    def digest(self) -> int:
+        """A number that is the same on ranks whose states are."""
+        return zlib.crc32(repr([(name, str(value)) for name, value in self.state]).encode())
+
+
+_MADE_ANEW = (
+    "stages have the weights and modules that the model had when the pipeline was made. Load "
+    "values by load_state_dict(). For other modules close the pipeline and make it anew"
+)
+
+
+def _in_words(name: str, old: _Value, new: _Value) -> str:
+    if name.endswith("._version"):
+        return f"{name.removesuffix('._version')} was written to"
+    return f"{name} is {new}, it was {old}: it was changed"
+
+
+def _state(places: Iterable[_Place]) -> tuple[tuple[str, _Value], ...]:
+    return tuple(
+        (place.named(key), value)
+        for place in places
+        if place.is_program
+        for key, value in place.values.items()
+    )
+
+
+def _changes(
+    before: Iterable[_Place], now: Iterable[_Place]
+) -> Iterator[tuple[_Place, str, _Value, _Value]]:
+    """Yields the place, the name, the old and the new value of each change."""
+    known: dict[tuple[int, str], _Place] = {}
+    for place in before:
+        known[id(place.holder), place.name] = place
+        for name, old, new in place.changes():
+            yield place, name, old, new
+    for place in now:
+        old_keys: Collection[Any] = ()
+        if (earlier := known.get((id(place.holder), place.name))) is not None:
+            old_keys = earlier.values
+        elif place.module is None and place.must_stay is None:
+            continue  # in an object that is new, and told of by itself
+        if place.keys or earlier is None:
+            for key, value in place.values.items():
+                if key not in old_keys:
+                    yield place, place.named(key), _GONE, value
+
+
+class _Search:
+    """Finds the places that a model's code and some functions read."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        functions: list[tuple[str, Any]],
+        written: Collection[str],
+        *,
+        is_recorded: bool,
+    ) -> None:
+        self._is_recorded = is_recorded
+        self._modules = dict(root.named_modules())
+        self._written = written
+        self._reads = {type(m): Reads.of_class(type(m)) for m in self._modules.values()}
+        held = [
+            (f"{name}.{key}" if name else key, value)
+            for name, module in self._modules.items()
+            for key, value in vars(module).items()
+            if isinstance(value, _FUNCTIONS)
+        ]
+        self._of_attributes = Reads.of(held)
+        self._of_functions = Reads.of(functions, self._modules.values())
+        everything = (*self._reads.values(), self._of_attributes)
+        self._names = frozenset().union(*(reads.names for reads in everything))
+        tensors = (*root.parameters(), *root.buffers())
+        self._seen = {*map(id, self._modules.values()), *map(id, tensors)}
+
+    def places(self) -> Iterator[_Place]:
+        for name, module in self._modules.items():
+            yield from self._of_module(name, module)
+        for kind, reads in self._reads.items():
+            yield from self._of_class(kind)
+            yield from self._of_reads(reads, is_program=True)
+        yield from self._of_reads(self._of_attributes, is_program=True)
+        yield from self._of_reads(self._of_functions, is_program=self._is_recorded)
+
+    def _of_module(self, name: str, module: nn.Module) -> Iterator[_Place]:
+        prefix = f"{name}." if name else ""
+        reads, mine = self._reads[type(module)], vars(module)
+        keys = [
+            key
+            for key in mine
+            if key == "training"
+            or (key in self._names and key not in reads.assigned and key not in _OF_EVERY_MODULE)
+        ]
+        yield _Place(mine, prefix, tuple(keys), module=name)
+        for fixed in (module._parameters, module._modules):
+            if fixed:
+                yield _Place(fixed, prefix, tuple(fixed), is_program=False, must_stay=_MADE_ANEW)
+        yield from self._of_buffers(prefix, module, reads)
+        if not reads.writes_items:
+            for key in keys:
+                yield from self._inside(f"{prefix}{key}", mine[key], reads.assigned, 0, True)
+
+    def _of_buffers(self, prefix: str, module: nn.Module, reads: Reads) -> Iterator[_Place]:
+        there = {key: each for key, each in module._buffers.items() if each is not None}
+        kept = [key for key in there if f"{prefix}{key}" not in self._written]
+        kept = [key for key in kept if key not in reads.assigned]
+        yield from _some(module._buffers, prefix, kept, is_program=False)
+        for key, buffer in there.items():
+            # The kernel that updates statistics does not count as a write.
+            is_statistic = isinstance(module, _NormBase) and key != "num_batches_tracked"
+            if is_statistic or key in kept:
+                yield from _writes(f"{prefix}{key}", buffer, is_program=False)
+
+    def _of_class(self, kind: type) -> Iterator[_Place]:
+        for each in own_classes(kind):
+            keys = tuple(key for key in vars(each) if key in self._names)
+            if keys and not is_foreign(each) and id(each) not in self._seen:
+                self._seen.add(id(each))
+                yield _Place(each, f"{each.__name__}.", keys)
+
+    def _of_reads(self, reads: Reads, *, is_program: bool) -> Iterator[_Place]:
+        by_holder: dict[int, tuple[Any, list[str]]] = {}
+        for (number, name), holder in reads.bindings.items():
+            by_holder.setdefault(number, (holder, []))[1].append(name)
+        inside: list[tuple[str, Any]] = list(reads.objects)
+        for holder, read in by_holder.values():
+            is_cell = isinstance(holder, types.CellType)
+            label = "variable " if is_cell else f"global {holder.get('__name__', '')}."
+            there = [name for name in read if bound(holder, name, self) is not self]
+            yield from _some(holder, label, there, is_program)
+            inside += [(f"{label}{name}", bound(holder, name)) for name in there]
+        names, self._names = self._names, self._names | reads.names
+        for name, value in inside:
+            if not (reads.writes_items and isinstance(value, (list, dict, set, torch.Tensor))):
+                yield from self._inside(name, value, reads.assigned, 0, is_program)
+        self._names = names
+
+    def _inside(
+        self, name: str, value: Any, assigned: set[str], depth: int, is_program: bool
+    ) -> Iterator[_Place]:
+        """What a value holds, looked at where it is."""
+        if isinstance(value, _PLAIN) or id(value) in self._seen or depth > _DEEPEST:
+            return
+        self._seen.add(id(value))
+        inner: list[tuple[str, Any]] = []
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter):
+                yield from _writes(name, value, is_program=is_program)
+        elif isinstance(value, (list, dict, set, tuple)):
+            if len(value) <= _MOST_ITEMS:
+                if not isinstance(value, tuple):
+                    yield _Place(value, name, is_program=is_program)
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                inner += [(f"{name}[{key!r}]", item) for key, item in items]
+        elif isinstance(value, types.ModuleType):
+            if not is_foreign(types.SimpleNamespace(__module__=value.__name__)):
+                keys = [k for k, v in vars(value).items() if isinstance(v, _PLAIN)]
+                keys = [k for k in keys if k in self._names and not k.startswith("__")]
+                yield from _some(value, f"{name}.", keys, is_program)
+        elif not isinstance(value, _FUNCTIONS) and hasattr(value, "__dict__"):
+            kind = value if isinstance(value, type) else type(value)
+            if isinstance(value, nn.Module) or kind in _RECORDS or not is_foreign(kind):
+                names = self._names - assigned - _OF_EVERY_MODULE
+                keys = [k for k in vars(value) if k in names]
+                yield from _some(value, f"{name}.", keys, is_program)
+                inner += [(f"{name}.{k}", getattr(value, k)) for k in keys]
+                if isinstance(value, nn.Module):
+                    inner += [(f"{name}.{k}", child) for k, child in value.named_children()]
+        for inner_name, item in inner:
+            yield from self._inside(inner_name, item, assigned, depth + 1, is_program)
+
+
+def _some(holder: Any, name: str, keys: list[str], is_program: bool) -> Iterator[_Place]:
+    if keys:
+        yield _Place(holder, name, tuple(keys), is_program=is_program)
+
+
+def _writes(name: str, tensor: torch.Tensor, *, is_program: bool) -> Iterator[_Place]:
+    """What tells of writes to a tensor in place."""
+    if not tensor.is_inference():
+        yield _Place(tensor, f"{name}.", ("_version",), is_program=is_program)

@@ -1,0 +1,98 @@
+"""What a script changes of its model between two batches, followed by the stages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from ..model.watch import Watch
+from ..stages.modes import Mode, Modes
+from .local_stages import LocalStages
+
+_MOST_MODES = 16
+_MANY_CAPTURES = 8
+
+
+class ModelChanges:
+    """Keeps the stages' copies of modules, and their programs, as the model is.
+
+    A mode is the capture of one state of what the model's code reads: modules' train and eval
+    modes, numbers. It is kept for the next time that the model is in this state.
+
+    Args:
+        modes: the model's captures, one of which has been made.
+        stages: those of this process.
+    """
+
+    def __init__(self, modes: Modes, stages: LocalStages) -> None:
+        options = stages.options
+        functions = {"loss_fn": options.loss_fn, **options.metrics}
+        self._first = modes.first
+        self._stages = stages
+        self._watch = Watch(
+            stages.root,
+            functions.items(),
+            self._first.captured.found.written_buffers,
+            is_recorded=bool(options.pipeline.graphs),
+        )
+        self._modes: dict[object, Mode] = {self._watch.state: self._first}
+        self._num_followed = self._num_captures = 0
+        self._has_changed = False
+
+    def look(self, *, running: bool) -> None:
+        """Looks at what the script has done since the last time.
+
+        Args:
+            running: whether batches may be being computed.
+
+        Raises:
+            ValueError: stages cannot follow it, or not at this time.
+        """
+        self._has_changed = self._watch.look(running=running)
+
+    @property
+    def digest(self) -> int:
+        """A number that ranks have in common if the script has done the same on all of them."""
+        return (self._watch.digest << 16) + self._num_followed % 2**15 * 2 + self._has_changed
+
+    @property
+    def mode(self) -> Mode:
+        """The capture for what the model is now, or the first one where there is none yet."""
+        return self._modes.get(self._watch.state, self._first)
+
+    def follow(self, drain: Callable[[], None], capture: Callable[[], Mode]) -> Mode:
+        """Makes the stages follow what has changed, and gives the mode. Every rank calls it.
+
+        Args:
+            drain: finishes what was submitted.
+            capture: captures the model as it is now, on all ranks.
+        """
+        if not self._has_changed:
+            return self.mode
+        # What is under way is computed as it began. Modes may differ in their wiring. And torch.fx
+        # traces by replacing nn.Module's call for all threads.
+        drain()
+        state = self._watch.state
+        if state not in self._modes:
+            mode = capture()
+            self._stages.connect(mode)
+            self._modes[state] = mode
+            self._num_captures += 1
+            self._warn_of_many()
+            if len(self._modes) > _MOST_MODES:  # the first one's parameters are the stages'
+                del self._modes[list(self._modes)[1]]
+        changed = self._watch.follow()
+        for stage in self._stages:
+            stage.weights.copy_attributes(changed)
+        self._num_followed += 1
+        self._has_changed = False
+        return self._modes[state]
+
+    def _warn_of_many(self) -> None:
+        if self._num_captures == _MANY_CAPTURES:
+            warnings.warn(
+                f"the model has been captured again {_MANY_CAPTURES} times, because what its code "
+                f"reads was changed: {', '.join(self._watch.names_of_changes()[:3])}. Each capture "
+                "takes time. Give the model such a value as an argument, or keep it in a buffer",
+                stacklevel=2,
+            )
