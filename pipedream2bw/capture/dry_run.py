@@ -55,7 +55,8 @@ class Findings:
     """What a dry run found out, by layer (in execution order) and by value (node name).
 
     Attributes:
-        written_buffers: names of the buffers that some layer writes.
+        written_buffers: names of the buffers that some layer writes, or may write.
+        guessed_buffers: names of those that layers may write of which that is not known.
         written_values: (first layer, last layer, value) where a value is read after a write in
             place; these layers have to see one tensor.
         sizes: names of the values that are integers or tuples of integers: on fake tensors these
@@ -72,6 +73,7 @@ class Findings:
     """
 
     written_buffers: set[str] = dataclasses.field(default_factory=set)
+    guessed_buffers: set[str] = dataclasses.field(default_factory=set)
     written_values: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
     sizes: set[str] = dataclasses.field(default_factory=set)
     storages: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
@@ -246,7 +248,8 @@ class _DryRun(GraphRun):
         result.unknown.append(node.name)
         result.draws.append(ANY_DRAWS)
         result.writes.append(frozenset())
-        result.written_buffers.update(self._buffer_names[id(item)] for item in buffers)
+        result.guessed_buffers.update(self._buffer_names[id(item)] for item in buffers)
+        result.written_buffers |= result.guessed_buffers
         if self._counter is not None:
             self._counter.guess_layer(parameters)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from typing import Any
 
 from torch import fx, nn
@@ -57,6 +57,14 @@ def hooked_by_forward(root: nn.Module, called: nn.Module) -> set[str]:
     }
 
 
+def called_by(graph: fx.Graph, root: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules that a graph calls, or gives to a function, and those inside them."""
+    for node in graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            with contextlib.suppress(AttributeError):  # a parameter's name
+                yield from root.get_submodule(str(node.target)).modules()
+
+
 class HooksOfClone(collections.ChainMap[int, Any]):
     """The hooks of an original, and with them those that a forward of its clone registers.
 
@@ -82,54 +90,3 @@ class HooksOfClone(collections.ChainMap[int, Any]):
     def clear(self) -> None:
         for hooks in self.maps:
             hooks.clear()
-
-
-class LateHooks:
-    """Keeps watch for hooks that are registered after the pipeline was made.
-
-    Args:
-        root: the model.
-        clones: the clones of this process, whose modules share their originals' hooks.
-        graph: the captured model's graph.
-        compiled: the stages are compiled with the hooks that there are now, and run no others.
-    """
-
-    def __init__(
-        self, root: nn.Module, clones: Iterable[nn.Module], graph: fx.Graph, *, compiled: bool
-    ) -> None:
-        inside = {id(module) for called in _called(root, graph) for module in called.modules()}
-        copies = [dict(clone.named_modules()) for clone in clones]
-        self._parted: list[tuple[str, nn.Module]] = []
-        self._called: list[tuple[nn.Module, Sequence[nn.Module]]] = []
-        for name, module in root.named_modules():
-            if id(module) in inside and not (compiled and not has_hooks(module)):
-                self._called.append((module, [copy[name] for copy in copies]))
-            elif type(module).forward is not nn.Module.forward:  # else nobody can call it
-                self._parted.append((name, module))
-
-    def check(self) -> None:
-        """Prepares the clones for a batch.
-
-        Raises:
-            ValueError: hooks were registered on a module that the stages do not call.
-        """
-        for name, module in self._parted:
-            if has_hooks(module):
-                raise ValueError(
-                    f"module {name!r}: hooks were registered after the pipeline was made, whose "
-                    "stages do not call the module: they call its parts, or have compiled it. "
-                    "Register hooks before"
-                )
-        for module, copies in self._called:
-            # Which kind the backward hooks are is no part of the dictionary that clones share.
-            if module._backward_hooks:
-                for copy in copies:
-                    copy._is_full_backward_hook = module._is_full_backward_hook
-
-
-def _called(root: nn.Module, graph: fx.Graph) -> Iterator[nn.Module]:
-    """Yields the modules that the graph calls or gives to a function."""
-    for node in graph.nodes:
-        if node.op in ("call_module", "get_attr"):
-            with contextlib.suppress(AttributeError):  # a parameter's name
-                yield root.get_submodule(str(node.target))

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-_WRITERS = frozenset({"append", "add", "clear", "extend", "insert", "pop", "setdefault", "update"})
+_WRITERS = frozenset(
+    ("append", "add", "clear", "extend", "insert", "out", "pop", "setdefault", "update")
+)
+_WRITING = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"))
 _NOT_OWN = frozenset({"torch", "numpy", "pipedream2bw"}) | sys.stdlib_module_names
 
 
@@ -31,14 +34,14 @@ class Reads:
         assigned: names of attributes that are assigned.
         bindings: by (id of the holder, name): a dictionary of globals or a closure's cell.
         objects: whose methods are called, with the names that errors give them.
-        writes_items: whether lists, dictionaries or tensors may be written to.
+        written: names in lines that may write to a list, a dictionary, a set or a tensor.
     """
 
     names: set[str] = dataclasses.field(default_factory=set)
     assigned: set[str] = dataclasses.field(default_factory=set)
     bindings: dict[tuple[int, str], Any] = dataclasses.field(default_factory=dict)
     objects: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-    writes_items: bool = False
+    written: set[str] = dataclasses.field(default_factory=set)
     _others: set[int] = dataclasses.field(default_factory=set)
     _classes: set[type] = dataclasses.field(default_factory=set)
     _seen: set[int] = dataclasses.field(default_factory=set)
@@ -113,7 +116,7 @@ class Reads:
         code = _scanned(function.__code__)
         self.names |= code.attributes
         self.assigned |= code.assigned
-        self.writes_items |= code.writes_items
+        self.written |= code.written
         if is_foreign(function):
             return
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -171,32 +174,48 @@ class _Code:
     globals: frozenset[str]
     variables: frozenset[str]  # of closures
     set_variables: frozenset[str]  # globals and variables of closures that it assigns
-    writes_items: bool
+    written: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
 def _scanned(code: types.CodeType) -> _Code:
     by_kind: dict[str, set[str]] = {}
     texts: set[str] = set()
-    writes = False
+    by_line: dict[int, set[str]] = {}
+    writing: set[int] = set()
     for each in _with_inner(code):
         for constant in each.co_consts:
             parts = constant if isinstance(constant, tuple) else (constant,)
             texts.update(part for part in parts if isinstance(part, str) and part.isidentifier())
+        line = 0
         for step in dis.get_instructions(each):
-            if isinstance(step.argval, str):
-                by_kind.setdefault(_KINDS.get(step.opname, ""), set()).add(step.argval)
-            writes |= step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+            line = _line_of(step) or line
+            named = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            names = {name for name in named if isinstance(name, str)}
+            by_kind.setdefault(_KINDS.get(step.opname, ""), set()).update(names)
+            by_line.setdefault(line, set()).update(names)
+            if step.opname in _WRITING or any(map(_writes, names)):
+                writing.add(line)
     attributes = by_kind.get("attribute", set())
-    in_place = any(name.endswith("_") and not name.endswith("__") for name in attributes)
     return _Code(
         attributes=frozenset(attributes | texts),
         assigned=frozenset(by_kind.get("assigned", ())),
         globals=frozenset(by_kind.get("global", ())),
         variables=frozenset(by_kind.get("variable", ())),
         set_variables=frozenset(by_kind.get("set", ())),
-        writes_items=writes or in_place or bool(attributes & _WRITERS) or "out" in texts,
+        written=frozenset().union(*(by_line[line] for line in writing)),
     )
+
+
+def _line_of(step: dis.Instruction) -> int | None:
+    positions = getattr(step, "positions", None)  # from Python 3.11 on
+    return step.starts_line if positions is None else positions.lineno
+
+
+def _writes(name: str) -> bool:
+    """Whether a method or an argument of that name writes to what has it."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _WRITERS
 
 
 def _with_inner(code: types.CodeType) -> Iterable[types.CodeType]:

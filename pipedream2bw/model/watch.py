@@ -27,7 +27,8 @@ from .replacing import replaced
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST_ITEMS = 64
 """Of a list, a dictionary or a set that is looked into."""
 _DEEPEST = 3
@@ -52,10 +53,17 @@ class _Value:
         return hash(self.value) if self.is_plain else id(self.value)
 
     def __str__(self) -> str:
+        if self.value is _MISSING:
+            return "missing"
         return repr(self.value) if self.is_plain else f"another {type(self.value).__name__}"
 
 
-_GONE = _Value(())
+class _Missing:
+    """Stands for a value that is not there."""
+
+
+_MISSING = _Missing()
+_GONE = _Value(_MISSING)
 
 
 @dataclasses.dataclass
@@ -70,6 +78,7 @@ class _Place:
             where they are, when it runs.
         is_program: whether captured programs depend on them.
         must_stay: why none of them may change.
+        is_counted: while it is empty its length is compared, together with others'.
     """
 
     holder: Any
@@ -78,6 +87,7 @@ class _Place:
     module: str | None = None
     is_program: bool = True
     must_stay: str | None = None
+    is_counted: bool = False
     get: Callable[[Any], Any] = dataclasses.field(init=False)
     before: Any = dataclasses.field(init=False)
     values: dict[Any, _Value] = dataclasses.field(init=False)
@@ -103,9 +113,9 @@ class _Place:
         holder = self.holder
         if isinstance(holder, (dict, types.CellType)):
             keys: Iterable[Any] = self.keys or tuple(holder)  # type: ignore[arg-type]
-            return {key: _Value(bound(holder, key, _GONE.value)) for key in keys}
+            return {key: _Value(bound(holder, key, _MISSING)) for key in keys}
         if self.keys:
-            return {key: _Value(getattr(holder, key, _GONE.value)) for key in self.keys}
+            return {key: _Value(getattr(holder, key, _MISSING)) for key in self.keys}
         if isinstance(holder, (set, frozenset)):
             return {"items": _Value(frozenset(holder))}
         return {number: _Value(value) for number, value in enumerate(holder)}
@@ -127,13 +137,18 @@ def _itself(holder: Any) -> Any:
     return holder
 
 
+_Change = tuple[_Place, str, _Value, _Value]
+"""Where, the name, the old and the new value."""
+
+
 class Watch:
     """Compares what a model's code reads with what it was.
 
     Args:
         root: the model.
         functions: those that stages call later than the script: the loss, the metrics. With names.
-        written: names of the buffers that the model's forwards write.
+        written: names of buffers that the model's forwards are known to write.
+        called: the modules whose own call stages make, so that hooks run.
         is_recorded: whether what the functions compute is recorded, numbers as they are.
 
     Attributes:
@@ -145,23 +160,23 @@ class Watch:
         root: nn.Module,
         functions: Iterable[tuple[str, Any]],
         written: Collection[str],
+        called: Iterable[nn.Module],
         *,
         is_recorded: bool = False,
     ) -> None:
         self._root = root
         self._search = functools.partial(
-            _Search, root, list(functions), written, is_recorded=is_recorded
+            _Search, root, list(functions), written, set(map(id, called)), is_recorded=is_recorded
         )
-        self._told: set[tuple[str, _Value]] = set()
         self._is_new = True  # scripts define variables after they have made the pipeline
         self._take(list(self._search().places()))
 
     def _take(self, places: list[_Place]) -> None:
-        self._places = places
-        modules = list(self._root.modules())
-        self._dictionaries = [
-            each for m in modules for each in (vars(m), m._parameters, m._modules)
-        ]
+        self._all = places
+        self._told: set[tuple[str, _Value]] = set()
+        self._places = [place for place in places if not place.is_counted or place.holder]
+        self._dictionaries = [place.holder for place in places if place.is_counted]
+        self._dictionaries += map(vars, self._root.modules())
         self._lengths = list(map(len, self._dictionaries))
         self.state = _state(places)
 
@@ -174,41 +189,50 @@ class Watch:
         Raises:
             ValueError: they cannot follow it, or not at this time.
         """
-        try:
-            for place in self._places if not self._is_new else ():
-                if place.get(place.holder) != place.before:
-                    break
-            else:
-                if not self._is_new and list(map(len, self._dictionaries)) == self._lengths:
-                    return False
-        except Exception:  # a value is gone, or objects whose comparison is no bool have changed
-            pass
-        return self._differs(running=running)
-
-    def _differs(self, *, running: bool) -> bool:
+        if self._is_as_it_was():
+            return False
         self._is_new = False
         now = list(self._search().places())
-        changes = list(_changes(self._places, now))
+        changes = list(_changes(self._all, now))
         for place, name, old, new in changes:
             if place.must_stay is not None:
                 raise ValueError(f"{name} is {new}, it was {old}: {place.must_stay}")
             if place.module is not None:
                 self._refuse_weights(name, new.value)
         if running:
-            late = [(name, new) for place, name, _, new in changes if place.module is None]
-            told, self._told = self._told, self._told.union(late)  # once
-            for place, name, old, new in changes:
-                if place.module is None and old != _GONE and (name, new) not in told:
-                    raise ValueError(
-                        f"{_in_words(name, old, new)} while batches were being computed, which may "
-                        "have read either. Call flush() before you change it. Give what changes "
-                        "with each batch in target=, or as an argument of the model"
-                    )
+            self._refuse_late(changes)
         if any(place.is_program for place, *_ in changes):
             self.state = _state(now)
             return True
         self._take(now)
         return False
+
+    def look_late(self) -> None:
+        """Before a drain: raises ValueError if what is being computed has changed meanwhile."""
+        if not self._is_as_it_was():
+            self._refuse_late(list(_changes(self._all, self._search().places())))
+
+    def _is_as_it_was(self) -> bool:
+        if self._is_new:
+            return False
+        try:
+            for place in self._places:
+                if place.get(place.holder) != place.before:
+                    return False
+        except Exception:  # a value is gone, or objects whose comparison is no bool have changed
+            return False
+        return list(map(len, self._dictionaries)) == self._lengths
+
+    def _refuse_late(self, changes: Iterable[_Change]) -> None:
+        for place, name, old, new in changes:
+            is_found = old == _GONE and place.keys  # it may have been there before
+            if place.module is None and not is_found and (name, new) not in self._told:
+                self._told.add((name, new))  # once: a run may go on
+                raise ValueError(
+                    f"{_in_words(name, old, new)} while batches were being computed, which may "
+                    "have read either. Call flush() before you change it. Give what changes with "
+                    "each batch in target=, or as an argument of the model"
+                )
 
     def _refuse_weights(self, name: str, value: Any) -> None:
         mine = {*map(id, self._root.modules()), *map(id, self._root.parameters())}
@@ -224,16 +248,15 @@ class Watch:
         """Takes what is there for what was; gives the attributes that have changed, by module."""
         now = list(self._search().places())
         changed: dict[str, list[str]] = {}
-        for place, name, _, _ in _changes(self._places, now):
+        for place, name, _, _ in _changes(self._all, now):
             if place.module is not None:
                 changed.setdefault(place.module, []).append(name.removeprefix(place.name))
         self._take(now)
-        self._told.clear()
         return changed
 
     def names_of_changes(self) -> list[str]:
         """What has changed since the last :meth:`follow`."""
-        return [name for _, name, _, _ in _changes(self._places, self._search().places())]
+        return [name for _, name, _, _ in _changes(self._all, self._search().places())]
 
     @property
     def digest(self) -> int:
@@ -245,6 +268,9 @@ _MADE_ANEW = (
     "stages have the weights and modules that the model had when the pipeline was made. Load "
     "values by load_state_dict(). For other modules close the pipeline and make it anew"
 )
+
+
+_HOOKS_OF_MODEL = "stages call parts of the model; register hooks on modules inside it"
 
 
 def _in_words(name: str, old: _Value, new: _Value) -> str:
@@ -262,10 +288,7 @@ def _state(places: Iterable[_Place]) -> tuple[tuple[str, _Value], ...]:
     )
 
 
-def _changes(
-    before: Iterable[_Place], now: Iterable[_Place]
-) -> Iterator[tuple[_Place, str, _Value, _Value]]:
-    """Yields the place, the name, the old and the new value of each change."""
+def _changes(before: Iterable[_Place], now: Iterable[_Place]) -> Iterator[_Change]:
     known: dict[tuple[int, str], _Place] = {}
     for place in before:
         known[id(place.holder), place.name] = place
@@ -291,9 +314,11 @@ class _Search:
         root: nn.Module,
         functions: list[tuple[str, Any]],
         written: Collection[str],
+        called: set[int],
         *,
         is_recorded: bool,
     ) -> None:
+        self._called = called
         self._is_recorded = is_recorded
         self._modules = dict(root.named_modules())
         self._written = written
@@ -326,22 +351,36 @@ class _Search:
         keys = [
             key
             for key in mine
-            if key == "training"
+            if key in ("training", "_is_full_backward_hook")
             or (key in self._names and key not in reads.assigned and key not in _OF_EVERY_MODULE)
         ]
         yield _Place(mine, prefix, tuple(keys), module=name)
         for fixed in (module._parameters, module._modules):
-            if fixed:
-                yield _Place(fixed, prefix, tuple(fixed), is_program=False, must_stay=_MADE_ANEW)
+            yield _Place(
+                fixed,
+                prefix,
+                tuple(fixed),
+                is_program=False,
+                must_stay=_MADE_ANEW,
+                is_counted=True,
+            )
+        for hooks in _HOOKS:
+            yield _Place(
+                mine[hooks],
+                f"{prefix}{hooks}",
+                is_program=id(module) not in self._called,
+                must_stay=None if name else _HOOKS_OF_MODEL,
+                is_counted=True,
+            )
         yield from self._of_buffers(prefix, module, reads)
-        if not reads.writes_items:
-            for key in keys:
+        for key in keys:
+            if key not in reads.written:
                 yield from self._inside(f"{prefix}{key}", mine[key], reads.assigned, 0, True)
 
     def _of_buffers(self, prefix: str, module: nn.Module, reads: Reads) -> Iterator[_Place]:
         there = {key: each for key, each in module._buffers.items() if each is not None}
         kept = [key for key in there if f"{prefix}{key}" not in self._written]
-        kept = [key for key in kept if key not in reads.assigned]
+        kept = [key for key in kept if key not in reads.assigned | reads.written]
         yield from _some(module._buffers, prefix, kept, is_program=False)
         for key, buffer in there.items():
             # The kernel that updates statistics does not count as a write.
@@ -369,7 +408,7 @@ class _Search:
             inside += [(f"{label}{name}", bound(holder, name)) for name in there]
         names, self._names = self._names, self._names | reads.names
         for name, value in inside:
-            if not (reads.writes_items and isinstance(value, (list, dict, set, torch.Tensor))):
+            if name.rpartition(".")[2].rpartition(" ")[2] not in reads.written:
                 yield from self._inside(name, value, reads.assigned, 0, is_program)
         self._names = names
 

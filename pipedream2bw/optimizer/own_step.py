@@ -121,6 +121,7 @@ class _PartStepper:
     ) -> None:
         self._stage = stage
         self.positions = positions
+        stage.handles_step |= bool(positions)
         pairs = [(stage.originals[i], stage.handles[i]) for i in positions]
         self.optimizer = _Restriction(pairs).of(optimizer)
 

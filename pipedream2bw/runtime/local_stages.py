@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..model.hooks import LateHooks
 from ..model.storages import OtherStages, return_freed_memory
 from ..ranks.agreement import ControlPlane
 from ..ranks.channels import Channels
@@ -87,7 +86,6 @@ class LocalStages:
         self.grid = grid
         self.control = control
         self.options = options
-        self._late_hooks: dict[int, LateHooks] = {}  # by wiring
         self._errors = KeptErrors()
         self.updates_wait = False
         self._recorded_for: str | None = None
@@ -246,11 +244,7 @@ class LocalStages:
         firsts = range(0, self.grid.num_stages, d)
         channels.make([(first + a, first + b) for first in firsts for a, b in mode.edges()])
         self.joint_updates.connect(mode.wiring, mode.edges())
-        clones = {id(clone): clone for stage in self._stages for clone in stage.weights.clones}
         options = self.options.compile_options
-        self._late_hooks[mode.wiring] = LateHooks(
-            self.root, clones.values(), mode.captured.graph, compiled=bool(options)
-        )
         for stage in self._stages:
             here = stage.index
             program = mode.programs[here % d]
@@ -282,10 +276,14 @@ class LocalStages:
                 ],
             )
 
-    def check_before_run(self, mode: Mode, *, training: bool) -> None:
-        """Raises ValueError if the model was changed in a way that the stages cannot follow."""
-        self._late_hooks[mode.wiring].check()
-        for stage in self._stages if training else ():
+    def check_written(self, *, running: bool) -> None:
+        """Raises ValueError if parameters were written to at the wrong time or elsewhere."""
+        for stage in self._stages:
+            stage.weights.check_written(running=running)
+
+    def check_requires_grad(self) -> None:
+        """Raises ValueError if a parameter was frozen or unfrozen after the pipeline was made."""
+        for stage in self._stages:
             stage.weights.check_requires_grad()
 
     def of_first_pipeline(self) -> list[LocalStage]:

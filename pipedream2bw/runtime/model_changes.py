@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+from ..model.hooks import called_by
 from ..model.watch import Watch
 from ..stages.modes import Mode, Modes
 from .local_stages import LocalStages
@@ -29,10 +30,12 @@ class ModelChanges:
         functions = {"loss_fn": options.loss_fn, **options.metrics}
         self._first = modes.first
         self._stages = stages
+        captured, found = self._first.captured, self._first.captured.found
         self._watch = Watch(
             stages.root,
             functions.items(),
-            self._first.captured.found.written_buffers,
+            found.written_buffers - found.guessed_buffers,
+            () if options.compile_options else called_by(captured.graph, stages.root),
             is_recorded=bool(options.pipeline.graphs),
         )
         self._modes: dict[object, Mode] = {self._watch.state: self._first}
@@ -48,7 +51,13 @@ class ModelChanges:
         Raises:
             ValueError: stages cannot follow it, or not at this time.
         """
+        self._stages.check_written(running=running)
         self._has_changed = self._watch.look(running=running)
+
+    def look_late(self) -> None:
+        """Before a drain: raises ValueError if what is being computed has changed meanwhile."""
+        self._stages.check_written(running=True)
+        self._watch.look_late()
 
     @property
     def digest(self) -> int:

@@ -189,7 +189,8 @@ class Session:
                 raise ValueError("gradients are turned off: call train_step() outside no_grad()")
             self.local_model.check_values()
             self._changes.look(running=self.first_unfinished is not None)
-            self.stages.check_before_run(self._changes.mode, training=of_batch is not None)
+            if of_batch is not None:
+                self.stages.check_requires_grad()
             is_train = self.root.training
             data = self.intake.take(arguments, of_batch, self.modes.first, is_train=is_train)
             mine = data.announcement._replace(model=self._changes.digest)
@@ -269,7 +270,8 @@ class Session:
         with self.ending.failing_closes():
             late: ValueError | None = None
             try:
-                self._changes.look(running=self.first_unfinished is not None)
+                if self.first_unfinished is not None:
+                    self._changes.look_late()
             except ValueError as error:
                 late = error
             self.agree(operation, self.num_train_steps, local)

@@ -59,6 +59,7 @@ class StageWeights:
     Attributes:
         guards: of the handles, which let no gradient arrive there.
         shared_owners: modules whose own tensors are not all of one stage.
+        handles_step: whether an optimizer steps the handles themselves, in an update.
     """
 
     def __init__(
@@ -96,6 +97,10 @@ class StageWeights:
             for name, handle in self.trainable.items()
         ]
         self.buffer_names = program.buffers
+        self._holders: dict[str, tuple[dict[str, Any], str]] = {}
+        for name in program.buffers:
+            owner, _, leaf = name.rpartition(".")
+            self._holders[name] = (root.get_submodule(owner)._buffers, leaf)
         for holder, leaf in self.buffer_places():
             holder[leaf] = holder[leaf].to(device)
         self.engine = _C.Stage(
@@ -122,6 +127,7 @@ class StageWeights:
                 self.engine.attach(i, parameter)
             self.slot_parameters.append(parameters)
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
+        self.handles_step = False
         self.show_newest()
 
     @property
@@ -160,13 +166,11 @@ class StageWeights:
         return list(self._places().values())
 
     def _places(self) -> dict[str, tuple[dict[str, Any], str]]:
-        places = {}
-        for name in self.buffer_names:
-            owner, _, leaf = name.rpartition(".")
-            holder = self.root.get_submodule(owner)._buffers
-            if holder[leaf] is not None:
-                places[name] = (holder, leaf)
-        return places
+        return {
+            name: (holder, leaf)
+            for name, (holder, leaf) in self._holders.items()
+            if holder[leaf] is not None
+        }
 
     def bind(self, program: StageProgram) -> list[StageFunction]:
         """The program as one function for each weight slot."""
@@ -199,6 +203,54 @@ class StageWeights:
             handle.data = self.engine.weight(slot, i) if hidden else self.engine.master(slot, i)
             if not isinstance(handle.grad, EngineGradient):  # new, or somebody's zero_grad()
                 handle.grad = EngineGradient(name, handle)
+        self._note_shown()
+
+    def _note_shown(self) -> None:
+        shown = {**self.trainable, **self.frozen}
+        self._shown = [(name, p, p.data_ptr(), p._version) for name, p in shown.items()]
+
+    def check_written(self, *, running: bool) -> None:
+        """Takes what was written to the parameters, in their memory, since they were shown.
+
+        Args:
+            running: whether batches may be being computed.
+
+        Raises:
+            ValueError: it was written at the wrong time, or elsewhere.
+        """
+        if running and self.handles_step:
+            return  # an update writes to them, in another thread
+        if all(p._version == version and p.data_ptr() == at for _, p, at, version in self._shown):
+            return
+        shown = self._shown
+        self._note_shown()  # errors are told once
+        for name, parameter, address, version in shown:
+            if parameter.data_ptr() != address:
+                self.show_newest()
+                raise ValueError(
+                    f"parameter {name}: other memory was assigned to its data. The pipeline owns "
+                    "the memory of the weights: after a flush() write to it in place"
+                )
+            if parameter._version != version:
+                self._take_written(name, running=running)
+
+    def _take_written(self, name: str, *, running: bool) -> None:
+        if running:
+            raise ValueError(
+                f"parameter {name} was written to while batches were being computed, of which it "
+                "shows no weights. Call flush() before, and then write"
+            )
+        i = list(self.trainable).index(name) if name in self.trainable else -1
+        if i >= 0 and self.engine.hides_master(i):
+            raise ValueError(
+                f"parameter {name} was written to, but it shows the rounding of a master that is "
+                "kept elsewhere. Load values by load_state_dict()"
+            )
+        if i >= 0:
+            slot = self.engine.newest_slot
+            weight, master = self.engine.weight(slot, i), self.engine.master(slot, i)
+            if weight.dtype != master.dtype:
+                weight.copy_(master)
 
     def stepped_dtypes(self) -> list[torch.dtype]:
         """The dtypes in which an optimizer steps the trainable parameters."""

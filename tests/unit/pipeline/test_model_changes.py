@@ -1,0 +1,135 @@
+"""What a script changes of its model between batches: as in the unsplit model, or an error."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+from tests.samples.changed_models import CHANGES, WIDTH, model_of, unsplit_losses
+
+NUM_BATCHES, M = 5, 2
+REFUSED = {
+    "replaced module": "norm",
+    "new module": "extra",
+    "parameter": r"layer\.weight",
+    "parametrized": "layer",
+    "frozen": "requires_grad",
+    "data of a parameter": "weight",
+}
+"""What no pipeline follows, and what the error names."""
+
+LATE = {
+    "written plain tensor": "plain",
+    "config": "factor",
+    "item": "factor",
+    "element": "sequence",
+    "set": "skipped",
+    "closure": "value",
+    "global": "FACTOR",
+    "settings": "factor",
+    "class": "of_class",
+    "buffer": "offset",
+    "written buffer": "offset",
+    "statistics": "running_var",
+    "values of a parameter": "weight",
+}
+"""What must not change while batches are being computed, and what the error names."""
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(6, WIDTH, generator=generator), torch.randn(6, WIDTH, generator=generator))
+        for _ in range(NUM_BATCHES)
+    ]
+
+
+def losses_with(
+    kind: str, part: int, at: int, *, flushes: bool, schedule: str, **model: Any
+) -> tuple[list[float], list[float]]:
+    """Losses of the pipeline and of the unsplit model, where batch ``at`` follows a change."""
+    data = batches()
+    whole = model_of(**model)
+    parts = whole.parts if model["is_traced"] else whole
+
+    def change(t: int) -> None:
+        if t == at:
+            CHANGES[kind](parts[part], whole)
+
+    has_delay = schedule == "2bw"
+    want = []
+    if kind not in REFUSED:
+        want = unsplit_losses(whole, data, change, m=M, has_delay=has_delay)
+    split = model_of(**model)
+    parts_of_split = split.parts if model["is_traced"] else split
+    with pd2.PipelineModule(
+        split,
+        mse_loss,
+        num_stages=2,
+        num_microbatches=M,
+        schedule=schedule,
+        example_args=data[0][:1],
+        timeout=60.0,
+    ) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        got = []
+        for t, (x, y) in enumerate(data):
+            if t == at:
+                if flushes:
+                    pipe.flush()
+                CHANGES[kind](parts_of_split[part], split)
+            got.append(pipe.train_step(x, target=y))
+            optimizer.step()
+        return [float(each) for each in got], want
+
+
+@pytest.mark.parametrize("is_opaque", [False, True])
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_after_a_flush_is_followed_or_refused(
+    kind: str, schedule: str, is_traced: bool, is_opaque: bool
+) -> None:
+    how = {"opaque": [is_opaque] * 3, "is_traced": is_traced}
+    refused = REFUSED.get(kind)
+    if refused is not None:
+        with pytest.raises(ValueError, match=refused):
+            losses_with(kind, 0, 2, flushes=True, schedule=schedule, **how)
+        return
+    got, want = losses_with(kind, 0, 2, flushes=True, schedule=schedule, **how)
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_what_code_reads_where_it_is_must_not_change_while_batches_are_computed(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"{LATE[kind]}.* Call flush\\(\\) before"):
+        losses_with(kind, 2, 2, flushes=False, schedule="2bw", opaque=[True] * 3, is_traced=False)
+
+
+@settings(max_examples=int(os.environ.get("PIPEDREAM2BW_EXAMPLES", "60")), deadline=None)
+@given(
+    kind=st.sampled_from(list(CHANGES)),
+    part=st.integers(0, 2),
+    at=st.integers(0, NUM_BATCHES - 1),
+    flushes=st.booleans(),
+    schedule=st.sampled_from(["1f1b", "gpipe", "2bw"]),
+    opaque=st.lists(st.booleans(), min_size=3, max_size=3),
+    is_traced=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_no_change_is_ignored_in_silence(kind: str, part: int, at: int, **how: Any) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got, want = losses_with(kind, part, at, **how)
+    except (ValueError, TypeError, pd2.errors.StageError):  # autograd may be the first to see it
+        return
+    assert got == pytest.approx(want, rel=1e-4)
