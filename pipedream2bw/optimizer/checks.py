@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.reads import Reads
+from ..model.replacing import replaced
 from ..ranks.operations import Announcement, Operation
 from ..rules import check_values, refuse, settings
 from ..runtime.extension import HOOKS, Extension, check_extensions, saved_by
 from ..runtime.session import Session, open_sessions
 from ..schedules.load import check_room
-from .fused import parameters_of
+from .fused import parameters_of, step_hooks
 from .late_forwards import check_tied, late_for
 from .options import EXCLUSIONS, OptimizerOptions, Stepping
 from .staleness import Remedies
@@ -30,6 +33,8 @@ def agreed_session_of(
         _check_kinds(optimizers)
         session = _session_of(optimizers)
         _check_parameters(session, optimizers)
+        for each in optimizers:
+            _check_own_ways(session, each)
         check_values(OptimizerOptions, vars(options))
         extensions = options.all_extensions()
         check_extensions(extensions)
@@ -157,6 +162,40 @@ def _check_kinds(optimizers: Sequence[object]) -> None:
                 f"optimizer: {name}.step() needs {', '.join(missing)}, a pipeline calls it without "
                 "arguments: each batch's gradient is computed once, in train_step()"
             )
+
+
+def _check_own_ways(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses what a stage's step of its own parameters would leave out.
+
+    Raises:
+        TypeError: the instance has another ``step`` than its class.
+        ValueError: a hook of its step knows more than the optimizer that it is given.
+    """
+    name = type(optimizer).__name__
+    step = vars(optimizer).get("step")
+    # A learning-rate scheduler wraps it, only to count.
+    if step is not None and inspect.unwrap(step) is not inspect.unwrap(type(optimizer).step):
+        raise TypeError(
+            f"optimizer: step of this {name} was replaced, stages call {name}.step for their own "
+            "parameters. Override step() in a class, or register a hook of the step"
+        )
+    known = {id(optimizer): "the optimizer"}
+    known |= {id(m): f"module {n or 'itself'}" for n, m in session.root.named_modules()}
+    known |= {id(p): f"parameter {n}" for n, p in session.root.named_parameters()}
+
+    def see(where: str, item: Any) -> Any:
+        if id(item) in known:
+            raise ValueError(
+                f"a hook of {name}.step knows {known[id(item)]} of the model ({where}): each stage "
+                "calls the hook when it has stepped its own parameters, and others may be being "
+                "computed with. Use the param_groups of the optimizer that the hook is given"
+            )
+        return item
+
+    for where, value in Reads.of(
+        [("the hook", hook) for hook in step_hooks(optimizer)]
+    ).variables():
+        replaced(value, functools.partial(see, where))
 
 
 def _required_arguments(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ def fused_kind(optimizer: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) 
     """
     kinds = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adam"}
     kind = kinds.get(type(optimizer))
-    if kind is None:
+    if kind is None or step_hooks(optimizer):
         return None
     for group in optimizer.param_groups:
         if group.get("capturable") or group.get("differentiable"):
@@ -27,6 +27,16 @@ def fused_kind(optimizer: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) 
         if any(isinstance(group.get(key), torch.Tensor) for key in ("betas", "eps")):
             return None
     return kind if set(dtypes) <= {torch.float32, torch.float64} else None
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """The optimizer's own hooks of its step."""
+    return [
+        hook
+        for name, hooks in vars(optimizer).items()
+        if name.startswith("_optimizer_step")
+        for hook in hooks.values()
+    ]
 
 
 def fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _C.GroupOptions:

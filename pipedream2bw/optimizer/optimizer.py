@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,6 +27,12 @@ from .staleness import Remedies, Remedy, warn_of_delay
 from .state_by_name import OptimizerSnapshot, SharedState, StateByName
 from .step_remedies import StepRemedies
 from .wrapped import Wrapped
+
+_HOOKS = (
+    "register_{}_hook: step() registers an update, which each stage makes later. Register the hook "
+    "on the wrapped optimizer, before the PipelineOptimizer is made: it is called in each stage's "
+    "update with that stage's parameters"
+)
 
 
 class PipelineOptimizer(torch.optim.Optimizer):
@@ -90,6 +96,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.replica_sync = replica_sync
         with session.ending.failing_closes():
             session.drain()  # updates that were registered are the former optimizer's
+            for former in session.extensions.at(OPTIMIZER):
+                if isinstance(former, Wrapped):
+                    former.show_states()
             if session.stages.options.update_slots is not None:
                 session.stages.set_late_forwards([])  # until it is known who waits for whom
             self._norm, self._scale = install_clipping(session, options)
@@ -108,6 +117,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         for weights in sorted(wrapped.weights, key=lambda weights: weights.index_in_model):
             self._take_over(weights)
         wrapped.make_steppers()
+        if wrapped.first_step is not None:
+            wrapped.take_states()
         self._saved = SavedState(
             session, wrapped, self.extensions, remedies=self._step_remedies, scale=self._scale
         )
@@ -192,15 +203,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
             raise TypeError("step(closure): train_step() computes the gradient. Give no closure")
         self._check_in_charge()
         wrapped = self._wrapped
+        wrapped.check_unchanged()
         fused = [
             _C.GroupOptions() if kind is None else fused_options(optimizer, group)
             for kind, optimizer, group in wrapped.groups()
         ]
-        if len(fused) != len(self.param_groups):
-            raise ValueError(
-                f"param_groups: {len(fused)}, when the PipelineOptimizer was made: "
-                f"{len(self.param_groups)}: make a new one over the changed optimizers"
-            )
         current = wrapped.own_options()
         changed = {number: changes(current[number], wrapped.seen[number]) for number in current}
         batch = self._session.accumulation.num_updates
@@ -266,6 +273,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "make a new PipelineOptimizer to group them in another way"
             )
         super().add_param_group(param_group)
+
+    def register_step_pre_hook(self, hook: Any) -> NoReturn:
+        """Refuses with a ValueError: :meth:`step` registers an update, which is made later."""
+        raise ValueError(_HOOKS.format("step_pre"))
+
+    def register_step_post_hook(self, hook: Any) -> NoReturn:
+        """Refuses with a ValueError: :meth:`step` registers an update, which is made later."""
+        raise ValueError(_HOOKS.format("step_post"))
 
     def train(self) -> None:
         """Calls ``train()`` of the wrapped optimizers that have it. Drains; every rank calls it.

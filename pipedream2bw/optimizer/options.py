@@ -131,12 +131,12 @@ staleness: a rounded ErrorFeedback, optimizer: of float64 |
     what is kept of steps in float64 is not rounded => dtype must be None
 split_master: True, optimizer: without a fused pass |
     its step() needs whole masters
-    => it must be SGD, Adam or AdamW, neither capturable nor differentiable, with betas and eps
-    that are numbers
+    => it must be SGD, Adam or AdamW without step hooks, neither capturable nor differentiable,
+    with betas and eps that are numbers
 optimizer_device: given, optimizer: without a fused pass |
     on the host one fused pass steps
-    => it must be SGD, Adam or AdamW of float32 or float64, neither capturable nor differentiable,
-    with betas and eps that are numbers
+    => it must be SGD, Adam or AdamW of float32 or float64 without step hooks, neither capturable
+    nor differentiable, with betas and eps that are numbers
 shard_state: True, optimizer_device: given |
     replicas share out what is where the stages are => it must be None
 shard_state: True, schedule: of two pipelines |

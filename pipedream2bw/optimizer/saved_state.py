@@ -12,7 +12,7 @@ from ..ranks.operations import Operation
 from ..runtime.extension import Extension, Kept, joined, parted, saved_by
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
-from .fused_state import load_states, show_states, take_states
+from .fused_state import load_states
 from .own_step import first_states, options_of
 from .shares import all_shares, forget_others, whole_states
 from .state_by_name import (
@@ -53,7 +53,7 @@ class SavedState:
         """See :meth:`PipelineOptimizer.state_dict`."""
         session, wrapped = self._session, self._wrapped
         session.flush_to_read(Operation.optimizer_state_dict)
-        show_states(wrapped.groups(), wrapped.weights)
+        wrapped.show_states()
         wrapped.read_counters()
         with whole_states(session, wrapped.optimizers, wrapped.weights):
             result = state_of_all(wrapped.optimizers, self._names(), wrapped.room)
@@ -103,7 +103,7 @@ class SavedState:
             state = state_dict.get(extension.name)
             kept = {} if state is None else parted(state["kept"])
             extension.load(state, kept, wrapped.weights)
-        take_states(wrapped.holders(), wrapped.weights)
+        wrapped.take_states()
         forget_others(wrapped.optimizers, wrapped.weights)
 
     def snapshot(self) -> OptimizerSnapshot:

@@ -11,9 +11,16 @@ from ..runtime.extension import Extension, TakenBack
 from ..runtime.session import Session
 from .checks import stepping
 from .clipping import GradNorm
-from .fused import Holder, fused_kind
+from .fused import Holder, fused_kind, step_hooks
+from .fused_state import show_states, take_states
 from .own_step import StageStepper, options_of, take_over_counters
 from .state_by_name import StateByName
+
+
+def _mark(value: Any) -> tuple[Any, int]:
+    """Tells an entry of a state from another one. A step count is a copy, not to be written to."""
+    is_count = isinstance(value, torch.Tensor) and value.dim() == 0
+    return id(value), value._version if is_count else 0
 
 
 class Wrapped(Extension):
@@ -38,7 +45,50 @@ class Wrapped(Extension):
         ]
         self.first_step = -1 if any(any(o.state.values()) for o in optimizers) else None
         self.room: list[StateByName] = []
+        self._num_hooks = self._count_hooks()
+        self._sizes = self._count_parameters()
+        self._shown: dict[int, dict[str, tuple[Any, int]]] = {}  # by the parameter's id
         self.grad_norm: GradNorm | None = None
+
+    def _count_hooks(self) -> list[int]:
+        return [len(step_hooks(each)) for each in self.optimizers]
+
+    def _count_parameters(self) -> list[int]:
+        return [len(group["params"]) for each in self.optimizers for group in each.param_groups]
+
+    def show_states(self) -> None:
+        """Puts what the fused passes keep into the optimizers' states. Drained."""
+        show_states(self.groups(), self.weights)
+        for kind, optimizer in zip(self.kinds, self.optimizers, strict=True):
+            for parameter, state in optimizer.state.items() if kind is not None else ():
+                self._shown[id(parameter)] = {key: _mark(state[key]) for key in state}
+
+    def take_states(self) -> None:
+        """Gives the fused passes what is in the optimizers' states. Drained."""
+        take_states(self.holders(), self.weights)
+        self.show_states()
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError if the script has changed what a step would not see."""
+        if self._sizes != self._count_parameters():
+            raise ValueError(
+                f"parameters by group: {self._count_parameters()}, when the PipelineOptimizer was "
+                f"made: {self._sizes}: make a new one over the changed optimizers"
+            )
+        if self._num_hooks != self._count_hooks():
+            raise ValueError(
+                "hooks of an optimizer's step were registered or removed after the "
+                "PipelineOptimizer was made: make a new one over the changed optimizers"
+            )
+        for kind, optimizer in zip(self.kinds, self.optimizers, strict=True):
+            for parameter, state in optimizer.state.items() if kind is not None else ():
+                marks = {key: _mark(state[key]) for key in state}
+                if marks != self._shown.get(id(parameter), {}):
+                    raise ValueError(
+                        f"state of {type(optimizer).__name__} was changed for a parameter of shape "
+                        f"{list(parameter.shape)}: the stages keep it. Write to its tensors in "
+                        "place after opt.state_dict(), or call opt.load_state_dict()"
+                    )
 
     def make_steppers(self) -> None:
         """Makes them anew, with the optimizers' options and state as they are."""

@@ -89,6 +89,7 @@ class Session:
         self.intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
         self.first_unfinished: int | None = None
         self._changes = ModelChanges(modes, stages)
+        self._has_updated = False  # since the last drain
         _all.add(self)
 
     @property
@@ -163,6 +164,11 @@ class Session:
         self.ending.batch = self.num_train_steps
         return slot
 
+    @property
+    def _is_running(self) -> bool:
+        """Whether batches or updates may be being computed."""
+        return self._has_updated or self.first_unfinished is not None
+
     def interruptible_later(self) -> contextlib.AbstractContextManager[None]:
         """With several processes an interrupt ends the pipeline, whatever has been done."""
         return contextlib.nullcontext() if self.grid.in_processes else interrupts_later()
@@ -188,7 +194,7 @@ class Session:
             if of_batch is not None and not torch.is_grad_enabled():
                 raise ValueError("gradients are turned off: call train_step() outside no_grad()")
             self.local_model.check_values()
-            self._changes.look(running=self.first_unfinished is not None)
+            self._changes.look(running=self._is_running)
             if of_batch is not None:
                 self.stages.check_requires_grad()
             is_train = self.root.training
@@ -253,6 +259,7 @@ class Session:
         """
         self.stages.drain()  # also of copies submitted after the last drain
         self.first_unfinished = None
+        self._has_updated = False
         if (first := self.control.first_discarded()) is not None:
             self._take_back(first)
         self._show()
@@ -270,7 +277,7 @@ class Session:
         with self.ending.failing_closes():
             late: ValueError | None = None
             try:
-                if self.first_unfinished is not None:
+                if self._is_running:
                     self._changes.look_late()
             except ValueError as error:
                 late = error
@@ -311,6 +318,7 @@ class Session:
         with self.ending.failing_closes(), self.interruptible_later():
             yield self.num_train_steps - 1
             self.accumulation.num_updates += 1
+            self._has_updated = True
 
 
 def open_sessions() -> list[Session]:
