@@ -68,6 +68,18 @@ class Reads:
         found._follow_methods()
         return found
 
+    @classmethod
+    def joined(cls, parts: Iterable[Reads]) -> Reads:
+        """What all of them read."""
+        found = cls()
+        for part in parts:
+            found.names |= part.names
+            found.assigned |= part.assigned
+            found.bindings.update(part.bindings)
+            found.objects += part.objects
+            found.written |= part.written
+        return found
+
     def follow(self, name: str, value: Any) -> None:
         """Adds what a function or an object reads if it is called."""
         if id(value) in self._seen:

@@ -9,6 +9,7 @@ reads by its name is not looked at.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import functools
 import operator
@@ -27,6 +28,7 @@ from .replacing import replaced
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
+_CONTAINERS = (list, dict, set, tuple, collections.OrderedDict, collections.defaultdict)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST_ITEMS = 64
@@ -46,11 +48,15 @@ class _Value:
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Value)
         one, two = self.value, other.value
-        same = self.is_plain and other.is_plain and type(one) is type(two) and bool(one == two)
-        return one is two or same
+        if one is two or type(one) is not type(two):
+            return one is two
+        # Each access to a method makes another object.
+        is_method = isinstance(one, types.MethodType)
+        return (is_method or (self.is_plain and other.is_plain)) and bool(one == two)
 
     def __hash__(self) -> int:
-        return hash(self.value) if self.is_plain else id(self.value)
+        is_method = isinstance(self.value, types.MethodType)
+        return hash(self.value) if self.is_plain or is_method else id(self.value)
 
     def __str__(self) -> str:
         if self.value is _MISSING:
@@ -170,6 +176,7 @@ class Watch:
         )
         self._is_new = True  # scripts define variables after they have made the pipeline
         self._take(list(self._search().places()))
+        self._first = self.state
 
     def _take(self, places: list[_Place]) -> None:
         self._all = places
@@ -260,8 +267,15 @@ class Watch:
 
     @property
     def digest(self) -> int:
-        """A number that is the same on ranks whose states are."""
-        return zlib.crc32(repr([(name, str(value)) for name, value in self.state]).encode())
+        """A number that is the same on ranks whose states have changed alike since the beginning.
+
+        What ranks begin with may differ: their own numbers, paths.
+        """
+        if self.state == self._first:
+            return 0
+        first = dict(self._first)
+        changed = [(name, str(value)) for name, value in self.state if first.get(name) != value]
+        return zlib.crc32(repr(changed).encode())
 
 
 _MADE_ANEW = (
@@ -289,14 +303,14 @@ def _state(places: Iterable[_Place]) -> tuple[tuple[str, _Value], ...]:
 
 
 def _changes(before: Iterable[_Place], now: Iterable[_Place]) -> Iterator[_Change]:
-    known: dict[tuple[int, str], _Place] = {}
+    known: dict[tuple[int, str, bool], _Place] = {}
     for place in before:
-        known[id(place.holder), place.name] = place
+        known[id(place.holder), place.name, place.is_program] = place
         for name, old, new in place.changes():
             yield place, name, old, new
     for place in now:
         old_keys: Collection[Any] = ()
-        if (earlier := known.get((id(place.holder), place.name))) is not None:
+        if (earlier := known.get((id(place.holder), place.name, place.is_program))) is not None:
             old_keys = earlier.values
         elif place.module is None and place.must_stay is None:
             continue  # in an object that is new, and told of by itself
@@ -329,20 +343,18 @@ class _Search:
             for key, value in vars(module).items()
             if isinstance(value, _FUNCTIONS)
         ]
-        self._of_attributes = Reads.of(held)
+        self._of_model = Reads.joined([*self._reads.values(), Reads.of(held)])
         self._of_functions = Reads.of(functions, self._modules.values())
-        everything = (*self._reads.values(), self._of_attributes)
-        self._names = frozenset().union(*(reads.names for reads in everything))
+        self._names = _own_names(self._of_model.names)
         tensors = (*root.parameters(), *root.buffers())
         self._seen = {*map(id, self._modules.values()), *map(id, tensors)}
 
     def places(self) -> Iterator[_Place]:
         for name, module in self._modules.items():
             yield from self._of_module(name, module)
-        for kind, reads in self._reads.items():
+        for kind in self._reads:
             yield from self._of_class(kind)
-            yield from self._of_reads(reads, is_program=True)
-        yield from self._of_reads(self._of_attributes, is_program=True)
+        yield from self._of_reads(self._of_model, is_program=True)
         yield from self._of_reads(self._of_functions, is_program=self._is_recorded)
 
     def _of_module(self, name: str, module: nn.Module) -> Iterator[_Place]:
@@ -406,7 +418,7 @@ class _Search:
             there = [name for name in read if bound(holder, name, self) is not self]
             yield from _some(holder, label, there, is_program)
             inside += [(f"{label}{name}", bound(holder, name)) for name in there]
-        names, self._names = self._names, self._names | reads.names
+        names, self._names = self._names, self._names | _own_names(reads.names)
         for name, value in inside:
             if name.rpartition(".")[2].rpartition(" ")[2] not in reads.written:
                 yield from self._inside(name, value, reads.assigned, 0, is_program)
@@ -423,7 +435,7 @@ class _Search:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
                 yield from _writes(name, value, is_program=is_program)
-        elif isinstance(value, (list, dict, set, tuple)):
+        elif type(value) in _CONTAINERS:
             if len(value) <= _MOST_ITEMS:
                 if not isinstance(value, tuple):
                     yield _Place(value, name, is_program=is_program)
@@ -445,6 +457,11 @@ class _Search:
                     inner += [(f"{name}.{k}", child) for k, child in value.named_children()]
         for inner_name, item in inner:
             yield from self._inside(inner_name, item, assigned, depth + 1, is_program)
+
+
+def _own_names(names: Iterable[str]) -> frozenset[str]:
+    """Without those that Python gives to every object."""
+    return frozenset(name for name in names if not name.startswith("__"))
 
 
 def _some(holder: Any, name: str, keys: list[str], is_program: bool) -> Iterator[_Place]:
