@@ -274,7 +274,9 @@ class Watch:
         if self.state == self._first:
             return 0
         first = dict(self._first)
-        changed = [(name, str(value)) for name, value in self.state if first.get(name) != value]
+        changed = [
+            (name, str(value)) for name, value in self.state if first.get(name, _GONE) != value
+        ]
         return zlib.crc32(repr(changed).encode())
 
 
@@ -393,11 +395,12 @@ class _Search:
         there = {key: each for key, each in module._buffers.items() if each is not None}
         kept = [key for key in there if f"{prefix}{key}" not in self._written]
         kept = [key for key in kept if key not in reads.assigned | reads.written]
-        yield from _some(module._buffers, prefix, kept, is_program=False)
+        is_norm = isinstance(module, _NormBase)
+        if not is_norm:  # a recompute puts others in the places of its statistics, for a while
+            yield from _some(module._buffers, prefix, kept, is_program=False)
         for key, buffer in there.items():
             # The kernel that updates statistics does not count as a write.
-            is_statistic = isinstance(module, _NormBase) and key != "num_batches_tracked"
-            if is_statistic or key in kept:
+            if (is_norm and key != "num_batches_tracked") or key in kept:
                 yield from _writes(f"{prefix}{key}", buffer, is_program=False)
 
     def _of_class(self, kind: type) -> Iterator[_Place]:

@@ -45,9 +45,9 @@ class Announcement(NamedTuple):
     ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
     normalizer: int = -1  # of the replica's losses, in the batch
     is_list: int = -1  # whether the microbatches are ready-made, 0 or 1
-    model: int = -1  # what tells a change of the model from others
     saves: int = 0  # whether the run is to be saved after the batch, 0 or 1
     stop_signal: int = 0  # the signal for which the run is to be saved and ended; 0: none
+    model: int = 0  # what tells changes of the model from others; 0: none
 
 
 class UpdatesMayWait(NamedTuple):

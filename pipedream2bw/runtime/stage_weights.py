@@ -240,17 +240,14 @@ class StageWeights:
                 f"parameter {name} was written to while batches were being computed, of which it "
                 "shows no weights. Call flush() before, and then write"
             )
-        i = list(self.trainable).index(name) if name in self.trainable else -1
-        if i >= 0 and self.engine.hides_master(i):
-            raise ValueError(
-                f"parameter {name} was written to, but it shows the rounding of a master that is "
-                "kept elsewhere. Load values by load_state_dict()"
-            )
-        if i >= 0:
-            slot = self.engine.newest_slot
-            weight, master = self.engine.weight(slot, i), self.engine.master(slot, i)
-            if weight.dtype != master.dtype:
-                weight.copy_(master)
+        if name not in self.trainable:
+            return
+        i, slot = list(self.trainable).index(name), self.engine.newest_slot
+        weight = self.engine.weight(slot, i)
+        if self.engine.hides_master(i):
+            self.engine.set_master(i, weight.float())
+        else:
+            weight.copy_(self.engine.master(slot, i))  # itself, where there is none
 
     def stepped_dtypes(self) -> list[torch.dtype]:
         """The dtypes in which an optimizer steps the trainable parameters."""
