@@ -1,0 +1,84 @@
+"""What scripts change of a model and an optimizer in processes: alike on all ranks, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import pipedream2bw as pd2
+from tests.runs.launch import run_ranks
+from tests.samples.changed_models import CHANGES, WIDTH, model_of, unsplit_losses
+
+M, NUM_BATCHES, AT = 2, 4, 2
+KINDS = ("number of the model", "number", "config", "hook", "model in eval mode", "statistics")
+HOW: dict[str, Any] = {"opaque": [False, True, False, True], "is_traced": True}
+
+
+def batches() -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(6, WIDTH, generator=generator), torch.randn(6, WIDTH, generator=generator))
+        for _ in range(NUM_BATCHES)
+    ]
+
+
+def train(kind: str, ranks: tuple[int, ...], rank: int, **options: Any) -> list[float] | str:
+    """Losses, or the error's text; ``ranks`` are those that make the change."""
+    model, data = model_of(**HOW), batches()
+    with pd2.PipelineModule(
+        model,
+        mse_loss,
+        num_stages=2,
+        num_microbatches=M,
+        example_args=data[0][:1],
+        timeout=60.0,
+        **options,
+    ) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        losses = []
+        try:
+            for t, (x, y) in enumerate(data):
+                if t == AT:
+                    pipe.flush()
+                    for part in model.parts if rank in ranks else ():
+                        CHANGES[kind](part, model)
+                losses.append(pipe.train_step(x, target=y))
+                optimizer.step()
+        except ValueError as error:
+            return str(error)
+        return [float(loss) for loss in losses]
+
+
+def work(rank: int, world_size: int) -> dict[str, Any]:
+    return {
+        **{kind: train(kind, (0, 1), rank) for kind in KINDS},
+        "on one rank": train("number", (1,), rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return [result.value for result in run_ranks(work, 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_on_all_ranks_is_followed(results: list[dict[str, Any]], kind: str) -> None:
+    model = model_of(**HOW)
+
+    def change(t: int) -> None:
+        for part in model.parts if t == AT else ():
+            CHANGES[kind](part, model)
+
+    want = unsplit_losses(model, batches(), change, m=M, has_delay=True)
+    for result in results:
+        assert result[kind] == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_change_on_one_rank_is_refused_on_all(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert "the model on rank 1 has other attributes" in result["on one rank"]
