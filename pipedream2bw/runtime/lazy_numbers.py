@@ -5,17 +5,30 @@ from __future__ import annotations
 import abc
 import itertools
 import math
+import numbers
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..ranks.operations import Announcement, Operation
 from .session import Session
 
+if TYPE_CHECKING:  # it computes as one
+    _Number = float
+else:
+    _Number = abc.ABC
 
-class LazyNumber(abc.ABC):
+
+class LazyNumber(_Number):
     """A number of the last ``train_step``, which may not exist yet.
+
+    It computes as a ``float`` does, and as a tensor of one number in torch's functions: whatever
+    reads it waits for it. ``detach()``, ``cpu()`` and the like wait for nothing. What asks for the
+    type ``float`` itself needs ``float()``: ``json.dumps(log, default=float)``.
 
     It does not keep the pipeline alive. That of a discarded train_step is nan; read before that is
     known it may be any number. In one process the first that is read raises, see
@@ -90,29 +103,57 @@ class LazyNumber(abc.ABC):
     def item(self) -> float:
         """The number, waiting for it if need be."""
 
-    def __float__(self) -> float:
-        return self.item()
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
-
     def __repr__(self) -> str:
         shown = self.item() if self.done() else f"train_step {self.train_step}, not there yet"
         return f"{type(self).__name__}({shown})"
 
-    if not TYPE_CHECKING:  # for which there is none of these
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"pickle or copy of a {kind}, which is read later: give float() of it")
 
-        def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"{type(self).__name__} has no {name!r} as a tensor has. {_READ}")
+    def __getattr__(self, name: str) -> Any:
+        if name in _CHANGE_NOTHING:
+            return lambda *args, **kwargs: self
+        for kind, make in ((float, float), (torch.Tensor, _tensor_of)):
+            if hasattr(kind, name) and not name.startswith("_"):
+                return getattr(make(self), name)
+        raise AttributeError(f"{type(self).__name__} has no {name!r}: no float or tensor has it")
 
-        def _refuse(self, *others: object) -> NoReturn:
-            raise TypeError(f"{type(self).__name__}: no number to compute with yet. {_READ}")
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, _tensor_of, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
-        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
-        __rtruediv__ = __pow__ = __neg__ = __round__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    def __array__(self, dtype: Any = None, copy: object = None) -> Any:
+        return _tensor_of(self).numpy().astype(dtype or "d")
 
 
-_READ = "Call float() or item(), which wait for the number"
+_CHANGE_NOTHING = ("detach", "clone", "cpu", "float", "double", "mean", "sum")
+_OF_FLOATS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow "
+    "rpow neg pos abs round trunc floor ceil int float bool format str lt le gt ge eq ne hash"
+)
+
+
+def _tensor_of(number: Any) -> torch.Tensor:
+    return torch.tensor(number.item(), dtype=torch.double)
+
+
+def _as_float_does(name: str) -> Callable[..., Any]:
+    method = getattr(float, name)
+
+    def compute(self: LazyNumber, *others: Any) -> Any:
+        known = (each.item() if isinstance(each, LazyNumber) else each for each in others)
+        return method(self.item(), *known)
+
+    return compute
+
+
+for _name in _OF_FLOATS.split():
+    setattr(LazyNumber, f"__{_name}__", _as_float_does(f"__{_name}__"))
+numbers.Real.register(LazyNumber)  # type: ignore[type-abstract]
 
 
 class Loss(LazyNumber):
