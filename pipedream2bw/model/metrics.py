@@ -40,7 +40,7 @@ def measure(
                 f"metrics[{name!r}] returned {type(value).__name__}, it must return a number or a "
                 "tensor of one"
             )
-    return torch.stack(values) * share
+    return torch.stack(values) * share if values else torch.empty(0)
 
 
 def computed_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: Any) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..ranks.operations import Announcement, Operation
 from ..runtime.closing import close, give_back
 from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
 from ..runtime.discard_batch import discard_batch, discard_left
-from ..runtime.evaluation import evaluate
+from ..runtime.evaluation import evaluate, evaluate_loss
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.lazy_numbers import Loss
 from ..runtime.loading import load_model
@@ -366,14 +366,46 @@ class PipelineModule(nn.Module):
         Raises:
             RuntimeError: in training mode with gradients enabled: use :meth:`train_step`.
         """
+        self._check_evaluates("calling the pipeline")
+        arguments = StepArguments(Microbatch(*args, **kwargs), microbatches, has_target=False)
+        return evaluate(self.session, arguments)
+
+    def eval_step(
+        self,
+        *args: Any,
+        target: Any = None,
+        microbatches: Iterable[Microbatch] | None = None,
+        normalizer: Any = None,
+        **kwargs: Any,
+    ) -> Loss:
+        """The loss and the metrics of one batch on the newest weights, without gradients.
+
+        They are those that :meth:`train_step` would give, on every rank. Every rank calls it, under
+        ``torch.no_grad()`` or after ``eval()``, with what ``train_step`` is given. The batch is not
+        trained on, and no ``opt.step()`` follows. Drains first, and is through when it returns. Of
+        two pipelines the first one evaluates, whose last stage alone needs the target.
+
+        >>> with torch.no_grad():
+        ...     held_out = pipe.eval_step(x, target=y)
+
+        Raises:
+            RuntimeError: in training mode with gradients enabled.
+            ValueError: as :meth:`train_step` does.
+            StageError: a forward or ``loss_fn`` failed; the pipeline goes on.
+        """
+        self._check_evaluates("eval_step()")
+        arguments = StepArguments(
+            Microbatch(*args, target=target, **kwargs), microbatches, normalizer
+        )
+        return Loss(self.session, evaluate_loss(self.session, arguments))
+
+    def _check_evaluates(self, what: str) -> None:
         self.session.ending.check_open()
         if self.training and torch.is_grad_enabled():
             raise RuntimeError(
-                "calling the pipeline computes no gradients: use train_step() to train, or call it "
-                "under torch.no_grad() or after eval()"
+                f"{what} computes no gradients: use train_step() to train, or call it under "
+                "torch.no_grad() or after eval()"
             )
-        arguments = StepArguments(Microbatch(*args, **kwargs), microbatches)
-        return evaluate(self.session, arguments)
 
     def unsplit(self) -> nn.Module | Sequence[nn.Module]:
         """Drains, closes the pipeline and gives the whole model back with the newest weights.

@@ -30,6 +30,7 @@ class Operation(enum.IntEnum):
     measure_skew = 19
     use_folder = 20
     wait_for_saves = 21
+    evaluation_of_loss = 22
 
 
 class Announcement(NamedTuple):

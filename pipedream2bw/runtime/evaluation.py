@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +12,9 @@ from torch.utils import _pytree as pytree
 
 from .. import _C
 from ..ranks.operations import Operation
+from .local_stages import replicas_of_loss
 from .session import Session
-from .step_data import StepArguments
+from .step_data import Microbatches, StepArguments
 
 
 def evaluate(session: Session, arguments: StepArguments) -> Any:
@@ -19,10 +22,48 @@ def evaluate(session: Session, arguments: StepArguments) -> Any:
 
     Every rank calls it.
     """
+    outputs, microbatches = _run(session, arguments, Operation.evaluation)
+    if not session.gives_output:
+        return None
+    return outputs if arguments.is_list else join_outputs(outputs, microbatches.sizes)
+
+
+def evaluate_loss(session: Session, arguments: StepArguments) -> list[float]:
+    """Gives the loss and the metrics as a ``train_step`` defines them, on every rank. Drains.
+
+    Every rank calls it.
+    """
+    outputs, microbatches = _run(session, arguments, Operation.evaluation_of_loss)
+    grid, weights = session.grid, microbatches.loss_weights
+    mine: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    if session.gives_output:
+        losses, metrics = zip(*outputs, strict=True)
+        # As the engine weighs the losses of a train_step.
+        weighted = [loss / weights.divisor for loss in losses]
+        if weights.factors:
+            weighted = [loss * share for loss, share in zip(losses, weights.factors, strict=True)]
+        mine = list(torch.stack(weighted).cpu()), [_sum(metrics).cpu()]
+    with session.ending.failing_closes():
+        told = session.control.told_by_all(mine, "evaluating")
+    replicas = replicas_of_loss(grid, session.stages.options)
+    last_stages = [told[grid.process_of(grid.depth - 1, replica)] for replica in replicas]
+    # One after the other, as the engine adds them.
+    loss = _sum([each for losses, _ in last_stages for each in losses])
+    return [loss.item(), *_sum([each for _, metrics in last_stages for each in metrics]).tolist()]
+
+
+def _sum(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(operator.add, numbers)
+
+
+def _run(
+    session: Session, arguments: StepArguments, operation: Operation
+) -> tuple[list[Any], Microbatches]:
+    """Runs the microbatches; gives what the last stage, if it is here, has of each."""
     session.ending.check_open()
     with session.ending.failing_closes():
         given, microbatches = session.agree_on_call(
-            arguments, lambda: None, Operation.evaluation, session.num_evaluations
+            arguments, lambda: None, operation, session.num_evaluations
         )
     for extension in session.extensions:
         extension.before_evaluation()
@@ -45,9 +86,7 @@ def evaluate(session: Session, arguments: StepArguments) -> Any:
                 executor.submit_evaluation(submitted)
         session.drain()
         outputs = [stage.runner.outputs_of(run) for stage in stages]
-    if not session.gives_output:
-        return None
-    return outputs[-1] if arguments.is_list else join_outputs(outputs[-1], microbatches.sizes)
+    return outputs[-1], microbatches
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -73,7 +73,7 @@ class Intake:
         # The first pipeline evaluates alone.
         stages = grid.stages if data.training else [s for s in grid.stages if s < grid.depth]
         is_first = any(map(grid.is_first, stages))
-        is_last = data.training and any(map(grid.is_last, stages))
+        is_last = arguments.has_target and any(map(grid.is_last, stages))
         parts = arguments.parts() if is_first or is_last else []
         if arguments.is_list and (is_first or is_last):
             self._check_number("microbatches", len(parts), data, most=self._num_microbatches)
@@ -87,7 +87,7 @@ class Intake:
                 sizes = rows[-1:] if arguments.is_list else self._sizes(rows[-1])
                 new = {size for size in sizes if (shapes[-1], size) not in self._layouts}
                 mode.check_shapes(values, new, place)
-            if data.training and not arguments.is_list:
+            if arguments.has_target and not arguments.is_list:
                 self._check_number("rows of the batch", rows[0], data)
         if is_last:
             for place, each in parts:
@@ -143,10 +143,9 @@ class Intake:
         Raises:
             ValueError: on every rank: what the ranks were given does not go together.
         """
-        training = part is not None
         grid = self._grid
         if grid.in_processes:
-            check_same_batch(grid, announced, listed, training=training)
+            check_same_batch(grid, announced, listed, training=part is not None)
 
         def sizes_of(replica: int) -> list[int]:
             first = grid.process_of(0, replica)
@@ -163,16 +162,14 @@ class Intake:
             for each in zip(shapes, sizes, strict=True)
         ]
         of_batch = sizes
-        if training and self._is_one_batch:
+        if self._is_one_batch:
             of_batch = [size for replica in range(grid.width) for size in sizes_of(replica)]
-        if training:
+        if part is not None:
             sizes, layouts = self._placed(sizes, 0), self._placed(layouts, -1)
         if self._losses_are_means:
             weights = _weights_of_means(sizes, of_batch)
-        elif part is not None:
-            weights = self._normalizer.weights(announced, len(sizes), begins_batch=part.begins)
         else:
-            weights = _C.LossWeights()
+            weights = self._normalizer.weights(announced, len(sizes), part)
         return Microbatches(sizes, layouts, self._first, sum(of_batch), weights)
 
     def _placed(self, numbers: Sequence[int], missing: int) -> list[int]:
@@ -226,7 +223,7 @@ class Intake:
             inputs.values = _by_microbatch(
                 data.values, present, lambda part, of: split_values(part, data.whole, of, streams)
             )[mine]
-        if grid.is_last(stage.index) and data.training:
+        if grid.is_last(stage.index) and data.targets:
             inputs.targets = _by_microbatch(
                 data.targets, present, lambda part, of: part.split(of, streams)
             )[mine]

@@ -159,6 +159,7 @@ numbers.Real.register(LazyNumber)  # type: ignore[type-abstract]
 class Loss(LazyNumber):
     """What :meth:`PipelineModule.train_step` returns: its loss, which may not exist yet.
 
+    That of :meth:`PipelineModule.eval_step` is there.
     ``float(loss)`` waits until the last stage has forwarded all microbatches; on any rank, at any
     time, in any order. Reading it one train_step late costs nothing. Under the V-shaped schedules
     with two weight versions the last stage forwards some of a batch's microbatches during the next
@@ -169,15 +170,15 @@ class Loss(LazyNumber):
     with it.
     """
 
-    def __init__(self, session: Session, slot: _C.AwaitedNumbers) -> None:
+    def __init__(self, session: Session, numbers: _C.AwaitedNumbers | list[float]) -> None:
         super().__init__(session)
-        self._slot = slot
+        self._slot = None if isinstance(numbers, list) else numbers
         self._names = list(session.stages.options.metrics)
-        self._numbers: list[float] | None = None
+        self._numbers = numbers if isinstance(numbers, list) else None
 
     def done(self) -> bool:
         """Whether the loss can be read without waiting for the pipeline."""
-        return self._numbers is not None or self._slot.done()
+        return self._slot is None or self._numbers is not None or self._slot.done()
 
     def item(self) -> float:
         """The loss.
@@ -208,6 +209,7 @@ class Loss(LazyNumber):
 
     def _all(self) -> list[float]:
         if self._numbers is None:
+            assert self._slot is not None
             session = self._session()
             if session is not None and not self.done() and not self._is_taken_back(session):
                 finish_forwards(session, self.train_step)

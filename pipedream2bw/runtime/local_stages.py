@@ -418,6 +418,11 @@ def _device_of_each(schedule: _C.Schedule, devices: Sequence[torch.device]) -> l
     return [placed.get(rank, devices[stage % d]) for stage, rank in enumerate(schedule.placement)]
 
 
+def replicas_of_loss(grid: RankGrid, options: StageOptions) -> range:
+    """Those on whose rows this replica's loss is defined."""
+    return range(grid.width) if options.is_one_batch else range(grid.replica, grid.replica + 1)
+
+
 def _loss_board(
     grid: RankGrid, control: ControlPlane, options: StageOptions, schedule: _C.Schedule
 ) -> _C.LossBoard:
@@ -426,7 +431,7 @@ def _loss_board(
     A loss is the replica's own. Where the rows of all replicas are one batch it is that batch's:
     each replica's last stage adds its part to those of the replicas before.
     """
-    replicas = range(grid.width) if options.is_one_batch else range(grid.replica, grid.replica + 1)
+    replicas = replicas_of_loss(grid, options)
     return _C.LossBoard(
         fault=control.fault,
         group="" if control.group is None else control.group.group_name,

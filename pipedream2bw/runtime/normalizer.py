@@ -10,6 +10,7 @@ from .. import _C
 from ..checks import check_whole_number
 from ..ranks.grid import RankGrid
 from ..ranks.operations import Announcement
+from .accumulation import BatchPart
 
 _MOST = 2**53
 """So that the sum over a thousand replicas is a 64-bit number, too."""
@@ -56,19 +57,22 @@ class Normalizer:
         return _checked("normalizer(target), of all microbatches", sum(counted))
 
     def weights(
-        self, announced: Sequence[Announcement], num_microbatches: int, *, begins_batch: bool
+        self, announced: Sequence[Announcement], num_microbatches: int, part: BatchPart | None
     ) -> _C.LossWeights:
         """The weights of this replica's losses, given what all ranks have counted.
+
+        Args:
+            part: what the train_step is of its batch; None: it is an evaluation.
 
         Raises:
             ValueError: on every rank: what they counted does not go together.
         """
         total = sum(self._of_replica(replica, announced) for replica in range(self._grid.width))
-        if begins_batch:
+        if part is not None and part.begins:
             self._of_batch = total
         if total < 0:
             return _C.LossWeights()
-        if total != self._of_batch:
+        if part is not None and total != self._of_batch:
             raise ValueError(
                 f"normalizer: {total} in all replicas, in the batch's first train_step: "
                 f"{self._of_batch}: all train_steps of a batch are given the whole batch's"

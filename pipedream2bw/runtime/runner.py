@@ -115,8 +115,9 @@ class RunInputs:
     begins: int | None = None  # the number of the batch that begins with this run
     loss_weights: list[LossWeight] = dataclasses.field(default_factory=list)  # of a train_step
     values: list[Any] | None = None  # stage 0: the model's inputs by microbatch
-    targets: list[Any] | None = None  # last stage of a train_step
-    outputs: list[Any] = dataclasses.field(default_factory=list)  # last stage of an evaluation
+    targets: list[Any] | None = None  # last stage
+    # Last stage of an evaluation: the model's, or given targets the losses and metrics.
+    outputs: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -213,12 +214,15 @@ class StageRunner:
             return self.train(*self.take(call), call)
         self._prepare(call)
         own = MicrobatchInputs.of(inputs, call.microbatch)
-        with self._precision.computing(self._device.type):
-            outputs = inputs.bound.functions[call.slot](self._values(own, call.inbound))
-        if self._is_last:
-            inputs.outputs.append(outputs[0])
-            return _C.ForwardResult()
-        return _C.ForwardResult(outbound=inputs.bound.messages(outputs))
+        has_loss = inputs.targets is not None
+        messages, loss, output = self.compute(
+            inputs.bound, call.slot, own, call.inbound, has_loss=has_loss
+        )
+        if loss is not None:
+            inputs.outputs.append((loss, self._measure(output, own.target, inputs, call)))
+        elif self._is_last:
+            inputs.outputs.append(output)
+        return _C.ForwardResult(messages)
 
     def _prepare(self, call: _C.ForwardCall) -> None:
         if not self.thread:
@@ -286,9 +290,14 @@ class StageRunner:
                 kept = 0  # the forward will not be called again
         metrics = None
         if self._is_last and self._metrics:
-            share = inputs.sizes[call.microbatch] / inputs.total_rows
-            metrics = measure(self._metrics, output, own.target, share, self._device)
+            metrics = self._measure(output, own.target, inputs, call)
         return _C.ForwardResult(messages, loss, kept, metrics)
+
+    def _measure(
+        self, output: Any, target: Any, inputs: RunInputs, call: _C.ForwardCall
+    ) -> torch.Tensor:
+        share = inputs.sizes[call.microbatch] / inputs.total_rows
+        return measure(self._metrics, output, target, share, self._device)
 
     def _check_graph(
         self, loss: torch.Tensor, inputs: RunInputs, call: _C.ForwardCall, *, is_new: bool
@@ -336,12 +345,19 @@ class StageRunner:
         self.calls.forget()
 
     def compute(
-        self, bound: BoundProgram, slot: int, own: MicrobatchInputs, inbound: list[_C.Message]
+        self,
+        bound: BoundProgram,
+        slot: int,
+        own: MicrobatchInputs,
+        inbound: list[_C.Message],
+        *,
+        has_loss: bool = True,
     ) -> tuple[list[_C.Message], torch.Tensor | None, Any]:
-        """Messages; of the last stage the loss and the model's output."""
+        """Messages; of the last stage the loss, if it has one, and the model's output."""
         with Weighed(own.loss_weight) as weighed, self._precision.computing(self._device.type):
             outputs = bound.functions[slot](self._values(own, inbound))
-            if self._is_last:
+            loss = None
+            if self._is_last and has_loss:
                 loss = computed_loss(self.loss_fn, outputs[0], own.target)
         self.adds_losses |= weighed.has_added
         if self._is_last:

@@ -50,10 +50,10 @@ def _check_replica(
     for shard, begin in itertools.product(range(grid.num_shards), begins):
         last = grid.process_of(begin + grid.depth - 1, replica, shard)
         kinds = [announced[rank].is_list for rank in (one, last)]
-        if training and kinds[0] != kinds[1]:
+        if kinds[1] >= 0 and kinds[0] != kinds[1]:
             told = [("a batch", "microbatches=")[kind] for kind in kinds]
             raise ValueError(
-                f"train_step on rank {one}: {told[0]}, on rank {last}: {told[1]}: give "
+                f"given on rank {one}: {told[0]}, on rank {last}: {told[1]}: give "
                 "all ranks of a replica the same"
             )
         first, other = (listed[rank] if listed else None for rank in (one, last))

@@ -67,6 +67,7 @@ class StepArguments(NamedTuple):
     batch: Microbatch
     microbatches: Iterable[Microbatch] | None = None
     normalizer: Any = None
+    has_target: bool = True  # False: the model's output is wanted, and no loss
 
     @property
     def is_list(self) -> bool:
