@@ -26,6 +26,7 @@ from ..model.surroundings import (
 )
 from .arguments import CallSignature
 from .exporting import SpecializedError, example_of
+from .regions import fold_transforms
 from .shape_rule import ShapeRule
 from .traced import Traced
 
@@ -110,6 +111,7 @@ class _Graph:
         signature: CallSignature,
         examples: Sequence[torch.Tensor],
     ) -> None:
+        fold_transforms(recording.module)
         self._recording = recording
         self._module = recording.module  # what the graph refers to beside the model's tensors
         self._signature = signature

@@ -57,8 +57,8 @@ class Findings:
     Attributes:
         written_buffers: names of the buffers that some layer writes, or may write.
         guessed_buffers: names of those that layers may write of which that is not known.
-        written_values: (first layer, last layer, value) where a value is read after a write in
-            place; these layers have to see one tensor.
+        bonds: (first layer, last layer, value and why) of layers that have to see one tensor: it is
+            read after a write in place, or the last layer differentiates by it.
         sizes: names of the values that are integers or tuples of integers: on fake tensors these
             can only come from shapes.
         storages: the storages of each value (see :func:`storage_of`).
@@ -74,7 +74,7 @@ class Findings:
 
     written_buffers: set[str] = dataclasses.field(default_factory=set)
     guessed_buffers: set[str] = dataclasses.field(default_factory=set)
-    written_values: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+    bonds: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
     sizes: set[str] = dataclasses.field(default_factory=set)
     storages: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     writes: list[frozenset[int]] = dataclasses.field(default_factory=list)
@@ -160,7 +160,10 @@ class _DryRun(GraphRun):
                 self.record(self._examples)
             else:
                 self.run(*self._examples)
-        self._result.written_values = list(_stale_reads(self._layers, self._result))
+        self._result.bonds = [
+            *_stale_reads(self._layers, self._result),
+            *_differentiated(self._layers),
+        ]
         self._result.hooked = hooked_by_forward(self._original, self._root)
         if self._counter is not None:
             self._result.costs = self._counter.end()
@@ -303,7 +306,24 @@ def _stale_reads(layers: list[fx.Node], found: Findings) -> Iterable[tuple[int, 
             ]
             taken = sum(node in older for node in layers[writer].all_input_nodes)
             if readers or taken > 1:
-                yield first, max([writer, *readers]), next(iter(older)).name
+                name = next(iter(older)).name
+                yield first, max([writer, *readers]), f"value {name!r}, which is written in place,"
+
+
+def _differentiated(layers: list[fx.Node]) -> Iterable[tuple[int, int, str]]:
+    """Yields what holds layers together because one of them calls ``torch.autograd.grad``.
+
+    Its graph begins at the values by which it differentiates. Weights and the model's inputs are
+    there from the first layer on.
+    """
+    index_of = {node: index for index, node in enumerate(layers)}
+    for index, layer in enumerate(layers):
+        if layer.target is torch.autograd.grad:
+            inputs = layer.args[1] if len(layer.args) > 1 else layer.kwargs["inputs"]
+            for node in pytree.tree_leaves(inputs):
+                if isinstance(node, fx.Node):
+                    what = f"value {node.name!r}, by which autograd.grad differentiates,"
+                    yield index_of.get(node, 0), index, what
 
 
 def _num_drawn() -> int:

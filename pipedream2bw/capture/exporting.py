@@ -8,6 +8,7 @@ or, at up to three times the cost, whatever the model leaves open.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from ..model.surroundings import (
 from ..model.trees import tensors_in
 from .arguments import CallSignature
 from .own_program import note_changes
+from .regions import drop_second_writes, fold_transforms
 from .shape_rule import ShapeRule
 from .templates import TensorLeaf
 from .traced import Traced
@@ -67,6 +69,7 @@ def export(
     refuse_hooks(root)
     has_changed = note_changes(root)
     _name_keywords(root, args, kwargs)
+    importlib.import_module("torch.export._trace")  # whose prints are silenced
     before = random_states()
     with random_state_kept(), torch_reports_silenced(), _backwards_kept(), _no_origins_noted():
         dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
@@ -80,14 +83,16 @@ def export(
     for leaf, value in zip(signature.tensors, values, strict=True):
         if leaf.carries_batch(replicated):
             _check_rows(leaf.path, value.shape[0], program.range_constraints)
+    drop_second_writes(graph)
     _drop_checks(graph)
     for node in graph.nodes:  # regions are called directly, under context managers
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name in _REGIONS:
             node.target = _REGIONS[name]
-    for part in module.modules():
+    for part in list(module.modules()):
         if isinstance(part, fx.GraphModule):
             restore_added_losses(part)
+            fold_transforms(part)
     graph.set_codegen(fx.graph.CodeGen())
     graph.lint()
     return Traced(

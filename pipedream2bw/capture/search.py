@@ -73,13 +73,13 @@ class Search:
             else:
                 self.reasons.append(f"{captured.how}: {reason}")
         if not served:
-            reasons = "; ".join(dict.fromkeys(self.reasons))
+            tried = "".join(f"\n  {reason}" for reason in dict.fromkeys(self.reasons))
             raise ValueError(
                 f"the model ({type(root).__name__}, in {'train' if root.training else 'eval'} "
                 f"mode) could not be captured for {self.num_stages} "
-                f"stage{'' if self.num_stages == 1 else 's'}: "
-                f"{reasons}. Pass a list of modules (one for each stage), or change what the "
-                "reasons name"
+                f"stage{'' if self.num_stages == 1 else 's'}. Pass a list of modules (one for each "
+                "stage), or move what the reasons name from its forward into a module inside, "
+                f"which is called as it is. What was tried:{tried}"
             )
         # Names that neither graph knows are refused where the stages' boundaries are chosen.
         best = min(served, key=lambda captured: len(_unknown(captured, self.names)))

@@ -31,8 +31,8 @@ class Traced:
     changes_attributes: bool = True
 
 
-def reason_of(error: BaseException, limit: int = 300) -> str:
-    """Describes an error in a line: its type and the beginning of its text."""
-    text = " ".join(str(error).split())
+def reason_of(error: BaseException, limit: int = 200) -> str:
+    """Describes an error in a line: its type and the first line of its text."""
+    text = " ".join(next(iter(str(error).strip().splitlines()), "").split())
     text = text if len(text) <= limit else text[: limit - 3] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -8,7 +8,6 @@ tracing) makes the module around it untraceable.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import traceback
 from collections.abc import Callable
@@ -22,13 +21,13 @@ from torch.utils import _pytree as pytree
 from ..accelerator import device_types
 from ..model.hooks import has_hooks
 from ..model.surroundings import (
-    attribute_set,
     random_state_kept,
     random_states,
     refuse_random_numbers,
     restore_random_states,
 )
 from .arguments import CallSignature
+from .opaque import PACKING, opaque_calls_recorded
 from .traced import Traced, reason_of
 
 # Modules of torch.nn that are only containers of layers.
@@ -48,7 +47,7 @@ def trace(root: nn.Module, signature: CallSignature) -> Traced:
         Exception: whatever the root's own forward raises.
     """
     tracer = _Tracer(signature)
-    with random_state_kept(), _autograd_functions_traced():
+    with random_state_kept(), opaque_calls_recorded():
         graph = tracer.trace(root)
     graph.lint()
     return Traced(graph=graph, module=root, leaves=tracer.leaves)
@@ -56,7 +55,7 @@ def trace(root: nn.Module, signature: CallSignature) -> Traced:
 
 class _Tracer(fx.Tracer):
     def __init__(self, signature: CallSignature) -> None:
-        super().__init__()
+        super().__init__(autowrap_functions=PACKING)
         self._signature = signature
         self._modes = _ambient_modes()
         self._thread = threading.get_ident()
@@ -207,17 +206,3 @@ def _ambient_modes() -> dict[str, Any]:
             top_hooks(True) is not None
         )
     return modes
-
-
-def _autograd_functions_traced() -> contextlib.AbstractContextManager[None]:
-    """Records calls of custom autograd functions as nodes instead of tracing their forward."""
-    plain = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        call = plain.__get__(None, cls)
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, fx.Proxy):
-                return value.tracer.create_proxy("call_function", call, args, kwargs)
-        return call(*args, **kwargs)
-
-    return attribute_set(torch.autograd.Function, "apply", classmethod(apply))

@@ -66,14 +66,23 @@ def plain_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_reports_silenced() -> Iterator[None]:
-    """Keeps torch from logging failures that an error of ours reports later."""
+    """Keeps torch from logging and printing failures that an error of ours reports later."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
+    printing = [vars(sys.modules[name]) for name in _PRINTING if name in sys.modules]
+    for module in printing:
+        module["print"] = lambda *args, **kwargs: None
     try:
         yield
     finally:
         logger.setLevel(level)
+        for module in printing:
+            module.pop("print", None)
+
+
+_PRINTING = ("torch.export._trace", "torch.fx.graph_module")
+"""Modules that print graphs of what has failed."""
 
 
 @contextlib.contextmanager

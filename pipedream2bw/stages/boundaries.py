@@ -44,7 +44,8 @@ class Bonds:
 def bonds_of(captured: Captured) -> Bonds:
     """Finds the layers that have to be on one stage.
 
-    These share a buffer that one of them writes, or a value that one of them writes in place.
+    These share a buffer that one of them writes, a value that one of them writes in place, or one
+    by which ``torch.autograd.grad`` differentiates them.
     Parameters may be on several stages, and so may buffers that are only read.
     """
     users: dict[str, list[int]] = {}
@@ -53,10 +54,7 @@ def bonds_of(captured: Captured) -> Bonds:
             if name in captured.found.written_buffers:
                 users.setdefault(name, []).append(layer)
     found = [Bond(layers[0], layers[-1], f"buffer {name!r}") for name, layers in users.items()]
-    found.extend(
-        Bond(first, last, f"value {name!r}, which is written in place,")
-        for first, last, name in captured.found.written_values
-    )
+    found.extend(Bond(*bond) for bond in captured.found.bonds)
     return Bonds([bond for bond in found if bond.first != bond.last])
 
 

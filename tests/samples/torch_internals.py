@@ -7,8 +7,16 @@ them, and for names that are used and not listed.
 from __future__ import annotations
 
 LATER = {
+    "torch._C._autograd._saved_tensors_hooks_enable": "transforms of functions that fail in a "
+    "stage",
+    "torch._C._autograd._saved_tensors_hooks_is_enabled": "transforms of functions that fail "
+    "in a stage",
     "torch._C._autograd._top_saved_tensors_default_hooks": "captures and added losses: whether "
     "activations are saved by hooks",
+    "torch._C._functorch.get_dynamic_layer_stack_depth": "transforms of functions that fail in "
+    "a stage",
+    "torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth": "transforms of functions "
+    "that fail in a stage",
     "torch._dynamo.config": "any number of captures of one model",
     "torch._dynamo.config.accumulated_recompile_limit": "any number of captures of one model",
     "torch._dynamo.config.patch": "any number of captures of one model",
@@ -21,6 +29,12 @@ LATER = {
     "torch._inductor.cpp_builder.get_cpp_compiler": "compile=: whether there is a compiler",
     "torch._inductor.exc.InvalidCxxCompiler": "compile=: whether there is a compiler",
     "torch._subclasses.fake_impls.conv": "captures by Dynamo: numbers of rows of convolutions",
+    "torch.export._trace": "prints graphs of what it cannot export, which is silenced",
+    "torch.nn.functional._canonical_mask": "captures by torch.fx: masks of a Transformer",
+    "torch.nn.functional._none_or_dtype": "captures by torch.fx: masks of a Transformer",
+    "torch.nn.modules.transformer._detect_is_causal_mask": "captures by torch.fx: masks of a "
+    "Transformer",
+    "torch.nn.modules.transformer._get_seq_len": "captures by torch.fx: masks of a Transformer",
     "torch.ops.higher_order.autograd_function_apply": "captures by Dynamo: custom backwards",
 }
 """Names in modules that take seconds to import, or that few use; where they are missing, that use
