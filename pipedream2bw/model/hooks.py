@@ -13,7 +13,12 @@ from torch import fx, nn
 
 def has_hooks(module: nn.Module) -> bool:
     """Tells whether a call of the module runs hooks."""
-    return any(_hooks_of(module))
+    return any(_hooks_by_kind(module))
+
+
+def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Yields the hooks that a call of the module runs."""
+    return itertools.chain.from_iterable(_hooks_by_kind(module))
 
 
 class HookedError(Exception):
@@ -26,12 +31,12 @@ def refuse_hooks(root: nn.Module) -> None:
     Those of torch.nn.utils may stay: they compute weights, which an exported graph then does.
     """
     for name, module in root.named_modules():
-        for hook in itertools.chain.from_iterable(_hooks_of(module)):
+        for hook in hooks_of(module):
             if not type(hook).__module__.startswith("torch.nn.utils."):
                 raise HookedError(f"{name} has hooks, which an exported graph would not run")
 
 
-def _hooks_of(module: nn.Module) -> Iterator[Collection[Callable[..., Any]]]:
+def _hooks_by_kind(module: nn.Module) -> Iterator[Collection[Callable[..., Any]]]:
     yield module._forward_hooks.values()
     yield module._forward_pre_hooks.values()
     yield module._backward_hooks.values()
@@ -52,7 +57,9 @@ def hooked_by_forward(root: nn.Module, called: nn.Module) -> set[str]:
         if name in counterparts
         and any(
             len(mine) < len(theirs)
-            for mine, theirs in zip(_hooks_of(module), _hooks_of(counterparts[name]), strict=True)
+            for mine, theirs in zip(
+                _hooks_by_kind(module), _hooks_by_kind(counterparts[name]), strict=True
+            )
         )
     }
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from .hooks import hooks_of
 from .reads import Reads, bound, is_foreign, own_classes
 from .replacing import replaced
 
@@ -339,17 +340,28 @@ class _Search:
         self._modules = dict(root.named_modules())
         self._written = written
         self._reads = {type(m): Reads.of_class(type(m)) for m in self._modules.values()}
-        held = [
+        held: list[tuple[str, Any]] = [
             (f"{name}.{key}" if name else key, value)
             for name, module in self._modules.items()
             for key, value in vars(module).items()
             if isinstance(value, _FUNCTIONS)
         ]
-        self._of_model = Reads.joined([*self._reads.values(), Reads.of(held)])
+        held += [
+            (f"hook of {name}", hook)
+            for name, module in self._modules.items()
+            for hook in hooks_of(module)
+        ]
+        of_held = Reads.of(held, self._modules.values())
+        self._of_model = Reads.joined([*self._reads.values(), of_held])
         self._of_functions = Reads.of(functions, self._modules.values())
         self._names = _own_names(self._of_model.names)
         tensors = (*root.parameters(), *root.buffers())
         self._seen = {*map(id, self._modules.values()), *map(id, tensors)}
+        both = (self._of_model, self._of_functions)
+        self._assigned = self._of_model.assigned | self._of_functions.assigned
+        for reads in both:
+            written_to = (value for name, value in reads.variables() if _writes_to(name, reads))
+            self._seen.update(map(id, written_to))
 
     def places(self) -> Iterator[_Place]:
         for name, module in self._modules.items():
@@ -423,8 +435,7 @@ class _Search:
             inside += [(f"{label}{name}", bound(holder, name)) for name in there]
         names, self._names = self._names, self._names | _own_names(reads.names)
         for name, value in inside:
-            if name.rpartition(".")[2].rpartition(" ")[2] not in reads.written:
-                yield from self._inside(name, value, reads.assigned, 0, is_program)
+            yield from self._inside(name, value, self._assigned, 0, is_program)
         self._names = names
 
     def _inside(
@@ -460,6 +471,11 @@ class _Search:
                     inner += [(f"{name}.{k}", child) for k, child in value.named_children()]
         for inner_name, item in inner:
             yield from self._inside(inner_name, item, assigned, depth + 1, is_program)
+
+
+def _writes_to(name: str, reads: Reads) -> bool:
+    """Whether code may write to a list, a dictionary or a tensor that it knows by that name."""
+    return name.rpartition(".")[2].rpartition(" ")[2] in reads.written
 
 
 def _own_names(names: Iterable[str]) -> frozenset[str]:

@@ -33,6 +33,7 @@ from ..runtime.session import Session
 from ..runtime.tied_copies import check_ties, find_ties
 from ..schedules.load import check_room
 from ..stages.compile import compile_options
+from ..stages.kept_activations import refuse_kept_activations
 from ..stages.modes import Modes
 from .arrangement import Arrangement, what_to_recompute
 
@@ -256,6 +257,7 @@ def capture(checked: Checked, grid: RankGrid) -> set[str]:
     """
     root = checked.root
     mode = checked.modes.capture()
+    refuse_kept_activations(mode, root, checked.stage_options.loss_fn)
     if ties := find_ties(mode.programs):
         check_ties(checked.schedules[grid.replica], ties, root)
     names = checked.modes.names_in(grid.stages_of_model)

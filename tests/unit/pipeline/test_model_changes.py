@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
@@ -133,3 +134,80 @@ def test_no_change_is_ignored_in_silence(kind: str, part: int, at: int, **how: A
     except (ValueError, TypeError, pd2.errors.StageError):  # autograd may be the first to see it
         return
     assert got == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("layer", [0, 4])
+@pytest.mark.parametrize("keeps", ["detached", "with its graph"])
+def test_activations_that_a_hook_keeps_for_the_loss(layer: int, keeps: str) -> None:
+    """Those of the last stage are the microbatch's own; those of others are refused."""
+    kept: dict[str, torch.Tensor] = {}
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        kept["it"] = output.detach() if keeps == "detached" else output
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(output, target) + 0.1 * kept["it"].square().mean()
+
+    model[layer].register_forward_hook(keep)
+    (x, y), *_ = batches()
+    options: dict[str, Any] = {"num_stages": 2, "num_microbatches": M, "example_args": (x,)}
+    if layer == 0:
+        with pytest.raises(ValueError, match=r"a hook of module '0', on stage 0, and loss_fn both"):
+            pd2.PipelineModule(model, loss_fn, **options)
+        return
+    want = sum(loss_fn(model(a), b).item() / M for a, b in zip(x.chunk(M), y.chunk(M), strict=True))
+    with pd2.PipelineModule(model, loss_fn, **options) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        loss = pipe.train_step(x, target=y)
+        optimizer.step()
+        assert float(loss) == pytest.approx(want)
+
+
+def test_a_loss_that_reads_a_number_which_changes_is_refused_until_a_flush() -> None:
+    (x, y), *_ = batches()
+    beta = 1.0
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with pd2.PipelineModule(
+        model,
+        lambda output, target: output.sum() * 0 + beta,
+        num_stages=2,
+        num_microbatches=M,
+        example_args=(x,),
+    ) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        losses = []
+        for t in range(4):
+            pipe.flush()
+            beta = float(t)
+            losses.append(pipe.train_step(x, target=y))
+            optimizer.step()
+        beta = 7.0
+        with pytest.raises(ValueError, match=r"variable beta is 7\.0, it was 3\.0.* in target="):
+            pipe.train_step(x, target=y)
+        assert [float(loss) for loss in losses] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_update_bn_gives_the_statistics_of_the_unsplit_models_microbatches() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        )
+
+    whole, data = model(), batches()
+    parts = [part for x, _ in data for part in x.chunk(M)]
+    torch.optim.swa_utils.update_bn(parts, whole)
+    with pd2.PipelineModule(
+        model(), mse_loss, num_stages=2, num_microbatches=M, example_args=data[0][:1]
+    ) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.0))
+        pipe.train_step(data[0][0], target=data[0][1])
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"running_\w+ was written to while batches"):
+            torch.optim.swa_utils.update_bn([x for x, _ in data], pipe)
+        pipe.flush()
+        torch.optim.swa_utils.update_bn([x for x, _ in data], pipe)
+        for name, value in pipe.state_dict().items():
+            torch.testing.assert_close(value, whole.state_dict()[name])
