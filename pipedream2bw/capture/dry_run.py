@@ -34,7 +34,8 @@ from .arguments import CallSignature
 from .attribute import Attribute, nodes_with_attributes
 from .costs import CostCounter, LayerCosts
 from .graph_run import GraphRun
-from .own_program import PlainAttributes, why_unfit, why_unfit_by_values
+from .own_program import PlainAttributes, refuse_writes_by_values, why_unfit, why_unfit_by_values
+from .parameter_writes import ParameterWrites, WrittenParameterError
 
 _PLACE = (0, 0, _C.ALL_DRAWS, 0)  # of random numbers
 ANY_DRAWS = 2**32
@@ -104,6 +105,9 @@ def dry_run(
     forwards depend on earlier ones. With ``compares`` it tells whether they call the operators that
     the graph calls. Where fake tensors are not enough for that, copies of the model compute. A run
     of ``is_chain`` is the model's forward: if it changes no attribute, no later one depends on it.
+
+    Raises:
+        WrittenParameterError: a forward writes to a parameter.
     """
     named = [attribute_of(node) for node in graph.nodes if node.op in ("call_module", "get_attr")]
     whole = [attribute.target for attribute in named if attribute.kind == "module"]
@@ -111,18 +115,22 @@ def dry_run(
         dry = _DryRun(root, graph, attribute_of, examples, counter=counter)
         before = dry.attributes(whole) if is_chain else None
         found = dry.findings(records=compares)
-        if call is None or (before is not None and not before.changed()):
+        if call is None:
             return found
         is_told = not found.unknown
-        if is_told:
+        if is_told and (before is None or before.changed()):
             try:
                 found.unfit = dry.why_unfit(call, whole, compares=compares)
+            except WrittenParameterError:
+                raise
             except Exception:  # the forward depends on values, or refuses its arguments
                 is_told = False
         if compares and not is_told:
             run_of = functools.partial(GraphRun, graph=graph, attribute_of=attribute_of)
             found.unfit, hooked = why_unfit_by_values(root, run_of, examples, call, whole)
             found.hooked |= hooked
+        elif not is_told:
+            refuse_writes_by_values(root, examples, call)
         return found
 
 
@@ -151,6 +159,7 @@ class _DryRun(GraphRun):
         self._missing: set[fx.Node] = set()
         self._kept_alive: list[Any] = []
         self._result = Findings()
+        self._writes = ParameterWrites(self._root)
         if counter is not None:
             counter.begin([*self._root.parameters(), *self._root.buffers()], self._examples)
 
@@ -160,6 +169,7 @@ class _DryRun(GraphRun):
                 self.record(self._examples)
             else:
                 self.run(*self._examples)
+        self._writes.check(self._root)
         self._result.bonds = [
             *_stale_reads(self._layers, self._result),
             *_differentiated(self._layers),
@@ -177,12 +187,15 @@ class _DryRun(GraphRun):
     ) -> str | None:
         """Why the graph cannot stand for the model, see :func:`own_program.why_unfit`."""
         difference = self.difference if compares else None
+        clone = self._clone()
         with self._faked():
-            return why_unfit(self._clone(), self._examples, call, whole, difference)
+            reason = why_unfit(clone, self._examples, call, whole, difference)
+        self._writes.check(clone)
+        return reason
 
     @contextlib.contextmanager
     def _faked(self) -> Iterator[None]:
-        with self._mode, _C.KeyedRandom(_PLACE, counts_fakes=True):
+        with self._mode, self._writes, _C.KeyedRandom(_PLACE, counts_fakes=True):
             yield
 
     def run_node(self, n: fx.Node) -> Any:

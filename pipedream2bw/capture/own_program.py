@@ -27,6 +27,7 @@ from ..model.surroundings import random_state_kept
 from .arguments import CallSignature
 from .graph_run import GraphRun
 from .operator_calls import OperatorCalls, Recorded
+from .parameter_writes import ParameterWrites
 from .traced import reason_of
 
 
@@ -86,8 +87,9 @@ def note_changes(model: nn.Module) -> Callable[[], bool]:
 
     @functools.wraps(forward)
     def noticing(*args: Any, **kwargs: Any) -> Any:
-        before = PlainAttributes(model, ())
+        before, parameters = PlainAttributes(model, ()), ParameterWrites(model)
         result = forward(*args, **kwargs)
+        parameters.check(model)
         found.append(bool(before.changed()))
         return result
 
@@ -172,9 +174,23 @@ def why_unfit_by_values(
         failure = f"it fails: {reason_of(error)}"
         difference = lambda models: failure  # noqa: E731
     models, tensors = copies()
+    writes = ParameterWrites(models)
     try:
-        with random_state_kept():
+        with random_state_kept(), writes:
             reason = why_unfit(models, tensors, call, whole, difference)
     except Exception:  # found out where the model is called for that
         reason = None
+    writes.check(models)
     return reason, hooked_by_forward(root, graphs) | hooked_by_forward(root, models)
+
+
+def refuse_writes_by_values(
+    root: nn.Module, examples: Sequence[torch.Tensor], call: CallSignature
+) -> None:
+    """Has a copy compute; raises WrittenParameterError if it writes to a parameter."""
+    model = trial_copy(root)
+    writes = ParameterWrites(model)
+    args, kwargs = call.rebuild([example.detach().clone() for example in examples])
+    with contextlib.suppress(Exception), random_state_kept(), writes, torch.no_grad():
+        model(*args, **kwargs)
+    writes.check(model)

@@ -15,6 +15,7 @@ from .arguments import CallSignature
 from .bytecode import read_bytecode
 from .captured import Captured, Draft, first_layers
 from .exporting import export
+from .parameter_writes import WrittenParameterError
 from .traced import Traced, reason_of
 from .tracing import trace
 
@@ -51,6 +52,8 @@ class Search:
             begin(how)
             try:
                 traced = self._traced(how)
+            except WrittenParameterError:
+                raise
             except Exception as error:
                 self.reasons.append(f"{how}: {reason_of(error)}")
                 continue

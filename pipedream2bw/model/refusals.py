@@ -15,7 +15,7 @@ from .hooks import has_hooks
 from .local_shards import is_dtensor
 from .reads import Reads
 from .replacing import replaced, tensors_in
-from .storages import storage_of
+from .storages import bytes_of_storage, storage_of
 
 
 def refuse_untrainable(root: nn.Module, loss_fn: object = None) -> None:
@@ -194,7 +194,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     """Tells whether the tensor's elements fill its memory, in whatever order."""
     if not _has_extent(tensor):
         return False
-    first, end = _extent(tensor)
+    first, end = bytes_of_storage(tensor)
     return end - first == tensor.nbytes
 
 
@@ -209,7 +209,7 @@ def _refuse_views(root: nn.Module) -> None:
             parameters.setdefault(storage_of(parameter), []).append((name, parameter))
     for where, tensor in _other_tensors(root):
         for name, parameter in parameters.get(storage_of(tensor), ()):
-            first, second = _extent(tensor), _extent(parameter)
+            first, second = bytes_of_storage(tensor), bytes_of_storage(parameter)
             if first[0] < second[1] and second[0] < first[1]:
                 raise ValueError(
                     f"{where} is a view of the memory of parameter {name}: it must be made in the "
@@ -240,11 +240,3 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 def _has_extent(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel() > 0
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first byte of the storage that is the tensor's, and the one after the last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    first = int(tensor.storage_offset())
-    last = first + sum((size - 1) * stride for size, stride in steps)
-    return first * tensor.element_size(), (last + 1) * tensor.element_size()

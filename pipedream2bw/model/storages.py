@@ -15,6 +15,14 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def bytes_of_storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the first byte of the storage that is the tensor's, and the one after the last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    first = int(tensor.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in steps)
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
 def return_freed_memory() -> None:
     """Has the C library return freed memory to the system; only glibc can.
 
