@@ -56,6 +56,7 @@ class Session:
         first_unfinished: the number of the first train_step since the last drain; None: drained.
         discarding: takes back the batches in which the user's code fails.
         intake: splits what the calls are given.
+        changes: what scripts do to the model, followed by the stages.
         num_evaluations: so far, the number of the next one.
         uncaught_before: what nobody had caught when the last train_step was submitted.
     """
@@ -88,7 +89,7 @@ class Session:
         self.num_evaluations = 0
         self.intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
         self.first_unfinished: int | None = None
-        self._changes = ModelChanges(modes, stages)
+        self.changes = ModelChanges(modes, stages)
         self._has_updated = False  # since the last drain
         _all.add(self)
 
@@ -194,12 +195,12 @@ class Session:
             if of_batch is not None and not torch.is_grad_enabled():
                 raise ValueError("gradients are turned off: call train_step() outside no_grad()")
             self.local_model.check_values()
-            self._changes.look(running=self._is_running)
+            self.changes.look(running=self._is_running)
             if of_batch is not None:
                 self.stages.check_requires_grad()
             is_train = self.root.training
             data = self.intake.take(arguments, of_batch, self.modes.first, is_train=is_train)
-            mine = data.announcement._replace(model=self._changes.digest)
+            mine = data.announcement._replace(model=self.changes.digest)
             for extension in self.extensions:
                 mine = extension.announce(mine)
             return mine
@@ -214,7 +215,7 @@ class Session:
 
     def mode_in_use(self) -> Mode:
         """The capture of the model as it is; made when first used, on all ranks together."""
-        return self._changes.follow(self.drain, lambda: self.control.together(self._capture))
+        return self.changes.follow(self.drain, lambda: self.control.together(self._capture))
 
     def _capture(self) -> Mode:
         others = self.stages.others
@@ -278,7 +279,7 @@ class Session:
             late: ValueError | None = None
             try:
                 if self._is_running:
-                    self._changes.look_late()
+                    self.changes.look_late()
             except ValueError as error:
                 late = error
             self.agree(operation, self.num_train_steps, local)
