@@ -42,6 +42,8 @@ class _Value:
     """An object, kept alive, that equals itself, and the same number or text of the same type."""
 
     def __init__(self, value: Any) -> None:
+        if isinstance(value, torch.dtype):  # save_pretrained() puts its name in a configuration
+            value = str(value).removeprefix("torch.")
         self.value = value
         parts = value if isinstance(value, (tuple, frozenset)) else (value,)
         self.is_plain = all(isinstance(part, _PLAIN) for part in parts)
@@ -177,7 +179,7 @@ class Watch:
         )
         self._is_new = True  # scripts define variables after they have made the pipeline
         self._take(list(self._search().places()))
-        self._first = self.state
+        self._first, self._first_places = self.state, self._all  # whose holders stay alive
 
     def _take(self, places: list[_Place]) -> None:
         self._all = places
@@ -186,7 +188,7 @@ class Watch:
         self._dictionaries = [place.holder for place in places if place.is_counted]
         self._dictionaries += map(vars, self._root.modules())
         self._lengths = list(map(len, self._dictionaries))
-        self.state = _state(places)
+        self.state = self._followed = _state(places)
 
     def look(self, *, running: bool) -> bool:
         """Whether stages have to follow a change since the last :meth:`follow`.
@@ -198,6 +200,7 @@ class Watch:
             ValueError: they cannot follow it, or not at this time.
         """
         if self._is_as_it_was():
+            self.state = self._followed
             return False
         self._is_new = False
         now = list(self._search().places())
@@ -272,13 +275,8 @@ class Watch:
 
         What ranks begin with may differ: their own numbers, paths.
         """
-        if self.state == self._first:
-            return 0
-        first = dict(self._first)
-        changed = [
-            (name, str(value)) for name, value in self.state if first.get(name, _GONE) != value
-        ]
-        return zlib.crc32(repr(changed).encode())
+        changed = sorted((name, str(value)) for _, name, value in self.state - self._first)
+        return zlib.crc32(repr(changed).encode()) if changed else 0
 
 
 _MADE_ANEW = (
@@ -296,9 +294,10 @@ def _in_words(name: str, old: _Value, new: _Value) -> str:
     return f"{name} is {new}, it was {old}: it was changed"
 
 
-def _state(places: Iterable[_Place]) -> tuple[tuple[str, _Value], ...]:
-    return tuple(
-        (place.named(key), value)
+def _state(places: Iterable[_Place]) -> frozenset[tuple[int, str, _Value]]:
+    """Which holder has which value under which name."""
+    return frozenset(
+        (id(place.holder), place.named(key), value)
         for place in places
         if place.is_program
         for key, value in place.values.items()

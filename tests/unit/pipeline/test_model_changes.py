@@ -212,3 +212,19 @@ def test_update_bn_gives_the_statistics_of_the_unsplit_models_microbatches() -> 
         torch.optim.swa_utils.update_bn([x for x, _ in data], pipe)
         for name, value in pipe.state_dict().items():
             torch.testing.assert_close(value, whole.state_dict()[name])
+
+
+def test_a_change_that_is_undone_before_a_batch_is_none() -> None:
+    (x, y), *_ = batches()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    with pd2.PipelineModule(
+        model, mse_loss, num_stages=2, num_microbatches=M, example_args=(x,)
+    ) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        pipe.eval()
+        with pytest.raises((ValueError, TypeError)):
+            pipe()
+        pipe.train()
+        pipe.train_step(x, target=y)
+        optimizer.step()
+        assert pipe.session.changes.digest == 0
