@@ -32,6 +32,8 @@ _RECORDS = (types.SimpleNamespace, argparse.Namespace)
 _CONTAINERS = (list, dict, set, tuple, collections.OrderedDict, collections.defaultdict)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WRITTEN_BY_SAVING = {"dtype"}
+"""What transformers' save_pretrained() writes into a configuration, on the rank that calls it."""
 _MOST_ITEMS = 64
 """Of a list, a dictionary or a set that is looked into."""
 _DEEPEST = 3
@@ -42,8 +44,6 @@ class _Value:
     """An object, kept alive, that equals itself, and the same number or text of the same type."""
 
     def __init__(self, value: Any) -> None:
-        if isinstance(value, torch.dtype):  # save_pretrained() puts its name in a configuration
-            value = str(value).removeprefix("torch.")
         self.value = value
         parts = value if isinstance(value, (tuple, frozenset)) else (value,)
         self.is_plain = all(isinstance(part, _PLAIN) for part in parts)
@@ -462,7 +462,7 @@ class _Search:
         elif not isinstance(value, _FUNCTIONS) and hasattr(value, "__dict__"):
             kind = value if isinstance(value, type) else type(value)
             if isinstance(value, nn.Module) or kind in _RECORDS or not is_foreign(kind):
-                names = self._names - assigned - _OF_EVERY_MODULE
+                names = self._names - assigned - _OF_EVERY_MODULE - _WRITTEN_BY_SAVING
                 keys = [k for k in vars(value) if k in names]
                 yield from _some(value, f"{name}.", keys, is_program)
                 inner += [(f"{name}.{k}", getattr(value, k)) for k in keys]
