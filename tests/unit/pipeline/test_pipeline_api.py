@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -100,36 +99,6 @@ def test_a_loss_formats_as_a_number() -> None:
         assert repr(loss) == f"Loss({loss.item()})"
         assert math.isfinite(loss)
         assert loss.train_step == 0
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda loss: loss + 1,
-        lambda loss: sum([loss, loss]),
-        lambda loss: loss / 2,
-        lambda loss: 1.0 - loss,
-        lambda loss: -loss,
-        lambda loss: loss < 1,
-        lambda loss: loss >= loss,
-        lambda loss: round(loss, 2),
-        lambda loss: torch.zeros(()) + loss,
-        lambda loss: np.mean([loss, loss]),
-    ],
-)
-def test_computing_with_a_loss_says_how_to_read_it(use: Callable[[Any], Any]) -> None:
-    with build(stack()) as pipe:
-        (loss,) = train(pipe, 1)
-        with pytest.raises(TypeError, match=r"^Loss: no number .* float\(\) or item\(\)"):
-            use(loss)
-
-
-def test_a_loss_is_no_tensor() -> None:
-    with build(stack()) as pipe:
-        (loss,) = train(pipe, 1)
-        assert not hasattr(loss, "grad_fn")
-        with pytest.raises(AttributeError, match=r"^Loss has no 'detach' as .* float\(\)"):
-            loss.detach()
 
 
 # ---------------------------------------------------------------- names and weights
