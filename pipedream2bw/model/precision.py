@@ -35,7 +35,7 @@ class Precision:
         if precision is not None:
             _check_device(precision, DTYPES[precision], device_type)
         self.split_master, self.gradient_dtype = options.split_master, options.gradient_dtype
-        self._autocast = options.autocast
+        self.autocast = options.autocast
         self._root = root
         self._parameters = {
             name: dtype
@@ -91,11 +91,11 @@ class Precision:
 
     def computing(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
         """Returns the autocast for a stage's forward and the loss function."""
-        if self._autocast is None:
+        if self.autocast is None:
             return _NOTHING
         # All threads share the cache of cast weights, and any thread that leaves autocast empties
         # it: with the cache, bits would depend on timing.
-        return torch.autocast(device_type, dtype=self._autocast, cache_enabled=False)
+        return torch.autocast(device_type, dtype=self.autocast, cache_enabled=False)
 
     @contextlib.contextmanager
     def as_in_stages(self) -> Iterator[dict[int, str]]:

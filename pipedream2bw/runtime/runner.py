@@ -23,6 +23,7 @@ from ..model.trees import tensors_in
 from ..options import Options
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
+from .contexts import check_process_wide, process_wide
 from .messages import pack, unpack
 from .run_again import RunAgain
 from .stage_calls import StageCalls
@@ -190,6 +191,7 @@ class StageRunner:
         self._has_graph = False  # a loss of the train_step
         self._runs: dict[int, RunInputs] = {}
         self.thread: list[int] = []  # the executor's, once it is known
+        self._process_wide = process_wide()
         self._default_device = torch.get_default_device()  # the caller's: threads have their own
 
     def begin(self, run: int, inputs: RunInputs) -> None:
@@ -229,6 +231,8 @@ class StageRunner:
             self.thread.append(threading.get_ident())
             if self._default_device.type != "cpu":
                 torch.set_default_device(self._default_device)
+        if process_wide() != self._process_wide:
+            check_process_wide(self._process_wide)
         self.calls.make(call.run)
 
     def take(self, call: _C.ForwardCall) -> tuple[RunInputs, MicrobatchInputs]:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch import nn
 
 from .. import _C
@@ -16,6 +15,7 @@ from ..ranks.agreement import BatchDiscarded, DrainWanted
 from ..ranks.operations import Announcement, Operation
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
+from .contexts import Contexts
 from .discarding import Discarding
 from .ending import Ending
 from .extension import Extensions
@@ -83,6 +83,8 @@ class Session:
         self.extensions = Extensions()
         self.local_model = LocalModel(stages, modes.first, self.extensions, without_values)
         self.ending = Ending(stages)
+        devices = {device.type for device in stages.options.devices}
+        self._contexts = Contexts(stages.options.precision, devices)
         self.num_train_steps = 0
         self.discarding = Discarding(stages, accumulation, self.extensions)
         self.uncaught_before = last_uncaught()
@@ -192,8 +194,7 @@ class Session:
         def check() -> Announcement:
             nonlocal data
             of_batch = part()
-            if of_batch is not None and not torch.is_grad_enabled():
-                raise ValueError("gradients are turned off: call train_step() outside no_grad()")
+            self._contexts.check(training=of_batch is not None)
             self.local_model.check_values()
             self.changes.look(running=self._is_running)
             if of_batch is not None:
