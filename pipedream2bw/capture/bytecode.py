@@ -18,10 +18,8 @@ from torch.utils import _pytree as pytree
 
 from ..model.clone import copies_of_buffers, structural_clone
 from ..model.hooks import refuse_hooks
+from ..model.sources import sources_kept
 from ..model.surroundings import (
-    random_state_kept,
-    random_states,
-    refuse_random_numbers,
     torch_reports_silenced,
 )
 from .arguments import CallSignature
@@ -86,13 +84,14 @@ def _recorded(
 
     args, kwargs = signature.rebuild(examples)
     buffers = dict(clone.named_buffers())
-    before = random_states()
     compiled = torch.compile(clone, backend=record, fullgraph=True)
     # Every capture is another graph of the same code, of which torch.compile limits the number.
     limits = {"recompile_limit": 2**30, "accumulated_recompile_limit": 2**30}
-    with random_state_kept(), torch_reports_silenced(), torch._dynamo.config.patch(limits):
+    patched = torch._dynamo.config.patch(limits)
+    with sources_kept(clone) as sources, torch_reports_silenced(), patched:
+        before = sources.now()
         result = compiled(*args, **kwargs)
-        refuse_random_numbers(before)
+        sources.refuse_taken(before)
     if len(found) != 1:
         raise LeftOutError("the forward computes nothing")
     for name, buffer in clone.named_buffers():

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from ..model.clone import copies_of_plain_tensors, structural_clone
 from ..model.hooks import hooked_by_forward
+from ..model.sources import sources_kept
 from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
 from ..model.trees import tensors_in
@@ -164,7 +165,7 @@ class _DryRun(GraphRun):
             counter.begin([*self._root.parameters(), *self._root.buffers()], self._examples)
 
     def findings(self, *, records: bool) -> Findings:
-        with self._faked():
+        with self._faked(), sources_kept(self._original):
             if records:
                 self.record(self._examples)
             else:

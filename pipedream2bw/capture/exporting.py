@@ -19,11 +19,9 @@ from torch import fx, nn
 
 from ..model.added_loss import restore_added_losses
 from ..model.hooks import refuse_hooks
+from ..model.sources import sources_kept
 from ..model.surroundings import (
     attribute_set,
-    random_state_kept,
-    random_states,
-    refuse_random_numbers,
     torch_reports_silenced,
 )
 from ..model.trees import tensors_in
@@ -70,11 +68,16 @@ def export(
     has_changed = note_changes(root)
     _name_keywords(root, args, kwargs)
     importlib.import_module("torch.export._trace")  # whose prints are silenced
-    before = random_states()
-    with random_state_kept(), torch_reports_silenced(), _backwards_kept(), _no_origins_noted():
+    with (
+        sources_kept(root) as sources,
+        torch_reports_silenced(),
+        _backwards_kept(),
+        _no_origins_noted(),
+    ):
+        before = sources.now()
         dynamic = shapes.dynamic_shapes(root, args, kwargs)  # type: ignore[no-untyped-call]
         program = torch.export.export(root, args, kwargs, dynamic_shapes=dynamic, strict=False)
-        refuse_random_numbers(before)
+        sources.refuse_taken(before)
     module = program.module(check_guards=False)
     graph = module.graph
     (output,) = (node for node in graph.nodes if node.op == "output")

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from ..model.clone import trial_copy
 from ..model.hooks import hooked_by_forward
 from ..model.replacing import attributes_of
-from ..model.surroundings import random_state_kept
+from ..model.sources import sources_kept
 from .arguments import CallSignature
 from .graph_run import GraphRun
 from .operator_calls import OperatorCalls, Recorded
@@ -121,7 +121,8 @@ def why_unfit(
     def run(calls: OperatorCalls, *, records: bool = True) -> OperatorCalls:
         calls.begin(model, examples)
         args, kwargs = call.rebuild(list(examples))
-        with Recorded(calls) if records else contextlib.nullcontext():
+        # Each run draws the numbers that the others draw.
+        with sources_kept(model), Recorded(calls) if records else contextlib.nullcontext():
             calls.end(pytree.tree_leaves(model.forward(*args, **kwargs)))
         return calls
 
@@ -168,7 +169,7 @@ def why_unfit_by_values(
     run = run_of(graphs)
     difference = run.difference
     try:
-        with random_state_kept():
+        with sources_kept(root):
             run.record(tensors)
     except Exception as error:
         failure = f"it fails: {reason_of(error)}"
@@ -176,7 +177,7 @@ def why_unfit_by_values(
     models, tensors = copies()
     writes = ParameterWrites(models)
     try:
-        with random_state_kept(), writes:
+        with writes:
             reason = why_unfit(models, tensors, call, whole, difference)
     except Exception:  # found out where the model is called for that
         reason = None
@@ -191,6 +192,6 @@ def refuse_writes_by_values(
     model = trial_copy(root)
     writes = ParameterWrites(model)
     args, kwargs = call.rebuild([example.detach().clone() for example in examples])
-    with contextlib.suppress(Exception), random_state_kept(), writes, torch.no_grad():
+    with contextlib.suppress(Exception), sources_kept(root), writes, torch.no_grad():
         model(*args, **kwargs)
     writes.check(model)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..model.clone import structural_clone, trial_copy
-from ..model.surroundings import random_state_kept
+from ..model.sources import sources_kept
 from ..progress import Begin, progress
 from .arguments import CallSignature
 from .bytecode import read_bytecode
@@ -137,7 +137,7 @@ def explained(root: nn.Module, captured: Captured, error: Exception) -> Captured
     examples = [leaf.example.detach().clone() for leaf in captured.signature.tensors]
     args, kwargs = captured.signature.rebuild(examples)
     try:
-        with random_state_kept(), torch.no_grad():
+        with sources_kept(root), torch.no_grad():
             clone(*args, **kwargs)
     except Exception as refusal:
         raise ValueError(

@@ -20,12 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..accelerator import device_types
 from ..model.hooks import has_hooks
-from ..model.surroundings import (
-    random_state_kept,
-    random_states,
-    refuse_random_numbers,
-    restore_random_states,
-)
+from ..model.sources import Sources, sources_kept
 from .arguments import CallSignature
 from .opaque import PACKING, opaque_calls_recorded
 from .traced import Traced, reason_of
@@ -46,17 +41,17 @@ def trace(root: nn.Module, signature: CallSignature) -> Traced:
     Raises:
         Exception: whatever the root's own forward raises.
     """
-    tracer = _Tracer(signature)
-    with random_state_kept(), opaque_calls_recorded():
+    with sources_kept(root) as sources, opaque_calls_recorded():
+        tracer = _Tracer(signature, sources)
         graph = tracer.trace(root)
     graph.lint()
     return Traced(graph=graph, module=root, leaves=tracer.leaves)
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, signature: CallSignature) -> None:
+    def __init__(self, signature: CallSignature, sources: Sources) -> None:
         super().__init__(autowrap_functions=PACKING)
-        self._signature = signature
+        self._signature, self._sources = signature, sources
         self._modes = _ambient_modes()
         self._thread = threading.get_ident()
         self._tensor_names: dict[int, str] = {}
@@ -84,9 +79,9 @@ class _Tracer(fx.Tracer):
         self._hooked = {id(module) for module in root.modules() if has_hooks(module)}
 
         def call_root() -> Any:
-            before = random_states()
+            before = self._sources.now()
             leaves, self._out_spec = pytree.tree_flatten(root.forward(*args, **kwargs))
-            refuse_random_numbers(before)
+            self._sources.refuse_taken(before)
             self._refuse_assigned_buffers(root)
             return tuple(leaves)
 
@@ -139,14 +134,14 @@ class _Tracer(fx.Tracer):
         last = next(iter(reversed(self.graph.nodes)), None)
         scopes = self.module_stack.copy()
         calls = self.num_calls.copy()
-        before = random_states()
+        before = self._sources.now()
         try:
             result = super().call_module(m, forward, args, kwargs)
-            refuse_random_numbers(before)
+            self._sources.refuse_taken(before)
             self._refuse_assigned_buffers(m)
             return result
         except Exception as error:
-            restore_random_states(before)
+            self._sources.restore(before)
             self._restore_buffers()
             self.module_stack.clear()
             self.module_stack.update(scopes)

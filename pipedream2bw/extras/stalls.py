@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..checks import check_whole_number
-from ..model.surroundings import random_state_kept
+from ..model.sources import sources_kept
 from ..pipeline.module import PipelineModule
 from ..runtime.microbatch import Microbatch
 from ..schedules.events import Event
@@ -140,7 +140,7 @@ def data_stalls(
             "DataLoader or a list, no iterator"
         )
     pipe.session.accumulation.check_between_batches("data_stalls()")
-    with random_state_kept():
+    with sources_kept():
         try:
             with pipe.no_sync():
                 return _measure(loader, pipe, batches, as_call)

@@ -170,7 +170,12 @@ def own_classes(kind: type) -> list[type]:
 
 def is_foreign(value: Any) -> bool:
     """Whether it was written by Python's, torch's or this package's authors."""
-    return str(getattr(value, "__module__", "")).partition(".")[0] in _NOT_OWN
+    return not is_own(str(getattr(value, "__module__", "")))
+
+
+def is_own(module: str) -> bool:
+    """Whether a module of that name may be the script's."""
+    return module.partition(".")[0] not in _NOT_OWN
 
 
 def _has_attributes(value: Any) -> bool:

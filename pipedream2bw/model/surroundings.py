@@ -1,13 +1,9 @@
-"""The state of the process around a capture: generators, grad and autocast modes, torch's logs.
-
-A capture must neither draw random numbers nor freeze one into the program.
-"""
+"""The state of the process around a capture: grad and autocast modes, torch's logs."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,41 +11,6 @@ from typing import Any
 import torch
 
 from ..accelerator import device_types
-
-
-class RandomnessError(Exception):
-    """The forward draws random numbers that every run of the captured program would repeat."""
-
-
-def random_states() -> tuple[Any, torch.Tensor]:
-    """Returns the states of Python's and torch's CPU generators."""
-    return random.getstate(), torch.get_rng_state()
-
-
-def restore_random_states(states: tuple[Any, torch.Tensor]) -> None:
-    """Sets the generators back to ``states``."""
-    random.setstate(states[0])
-    torch.set_rng_state(states[1])
-
-
-def refuse_random_numbers(before: tuple[Any, torch.Tensor]) -> None:
-    """Raises RandomnessError if numbers were drawn since ``before`` was taken."""
-    now = random_states()
-    if now[0] != before[0] or not torch.equal(now[1], before[1]):
-        raise RandomnessError("random numbers are drawn in Python, independently of the input")
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Sets the generators, NumPy's too, back to their present states at the end."""
-    states, numpy = random_states(), sys.modules.get("numpy")
-    numpys = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        restore_random_states(states)
-        if numpy is not None:
-            numpy.random.set_state(numpys)
 
 
 @contextlib.contextmanager

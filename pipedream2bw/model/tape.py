@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from .sources import sources_kept
 from .storages import storage_of
-from .surroundings import random_state_kept
 
 # Random operators whose numbers do not depend on what the tensor holds.
 _OVERWRITING = {
@@ -88,7 +88,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         last_use = {
             storage: i for i, step in enumerate(steps) for storage in step.reads | step.made
         }
-        with random_state_kept(), torch.no_grad():
+        with sources_kept(), torch.no_grad():
             for i, step in enumerate(steps):
                 step.run(storages)
                 for storage in step.reads | step.made:

@@ -21,7 +21,8 @@ from ...capture.chain import device_type_of
 from ...capture.device_figures import DeviceFigures
 from ...checks import check_number, check_whole_number
 from ...model.fingerprint import describe_parameters
-from ...model.surroundings import plain_modes, random_state_kept
+from ...model.sources import sources_kept
+from ...model.surroundings import plain_modes
 from ...progress import progress
 from ...ranks.agreement import ControlPlane, join
 from ...rules import instance
@@ -155,7 +156,7 @@ def _measured_profile(
     def measure() -> tuple[list[Measured], dict[str, float]]:
         found = []
         with (
-            random_state_kept(),
+            sources_kept(),
             plain_modes(),
             progress("profile", len(prepared.graphs) + 1) as begin,
         ):
@@ -175,7 +176,7 @@ def _measured_profile(
             return found, seconds_per_update_byte(device)
 
     measured, update = control.together(measure)
-    with random_state_kept():
+    with sources_kept():
         action = seconds_per_action(device)
     if control.group is not None:
         everyone = control.told_by_all((measured, update, action), "profiling")
