@@ -642,7 +642,8 @@ class PipelineModule(nn.Module):
         until the next step: with several weight versions that writes the newest elsewhere. Of a
         pipeline that a failure has ended, each rank may read its part: the newest version that each
         of its stages had made whole, of which one may be one ahead of another; with
-        ``shard_state`` masters of other replicas are their roundings then.
+        ``shard_state`` masters of other replicas are their roundings then. A closed pipeline gives
+        what its process holds, too, but with ``shard_state``.
         """
         self.session.flush_to_read(Operation.state_dict)
         is_whole = not self.session.ending.has_failed
@@ -660,7 +661,16 @@ class PipelineModule(nn.Module):
                 f"full_state_dict(): 'tp' of the mesh: {num_shards}, it must be 1: no "
                 "process knows how shards are put together; save state_dict() of every process"
             )
-        self.session.flush_for(Operation.full_state_dict)
+        ending, in_processes = self.session.ending, self.session.grid.in_processes
+        if ending.is_closed and in_processes:
+            raise RuntimeError(
+                "full_state_dict(): the pipeline is closed, and ranks cannot tell each other their "
+                "parts any more. Call it before close(), or state_dict() for this rank's part"
+            )
+        if ending.is_closed:
+            ending.check_readable()
+        else:
+            self.session.flush_for(Operation.full_state_dict)
         # Copies, as a view would be sent with the whole buffer that it is a part of.
         mine = {
             name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -10,7 +10,7 @@ from .session import Session
 def give_back(session: Session) -> None:
     """Closes, and gives the model memory of its own, with the newest weights."""
     session.flush_to_read(Operation.flush)
-    close(session, "unsplit() was called")  # which shows the pipeline's memory for the last time
+    close(session)  # which shows the pipeline's memory for the last time
     for stage in session.stages.of_first_pipeline():
         weights, engine = stage.weights, stage.weights.engine
         for i, handle in enumerate(weights.handles):
@@ -18,9 +18,10 @@ def give_back(session: Session) -> None:
                 newest = engine.master(engine.newest_slot, i)
                 handle.data = newest.to(weights.device, copy=True)
     session.stages.options.precision.restore()
+    session.ending.weights_given_back()
 
 
-def close(session: Session, reason: str = "close() was called") -> None:
+def close(session: Session) -> None:
     """Ends all once what was submitted is done; StageError if the last batch was discarded."""
     if not session.ending.is_open:
         return
@@ -37,6 +38,6 @@ def close(session: Session, reason: str = "close() was called") -> None:
             discarded = error
         session.ending.finish_submitted()
         session.control.agree(Operation.close, session.num_train_steps, Announcement)
-    session.ending.end(RuntimeError(reason))
+    session.ending.end(RuntimeError("close() was called"))
     if discarded is not None:
         raise discarded

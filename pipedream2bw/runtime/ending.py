@@ -24,6 +24,7 @@ class Ending:
     def __init__(self, stages: LocalStages) -> None:
         self.batch = 0
         self._ended_by: RuntimeError | None = None
+        self._has_weights = True  # which have not been given back to the model
         self._in_use = threading.RLock()
         self._stages = stages
         self._control = stages.control
@@ -39,6 +40,11 @@ class Ending:
         """Whether a failure has ended it, and what this process holds can be read."""
         return isinstance(self._ended_by, StageError)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was ended without a failure."""
+        return not self.is_open and not self.has_failed
+
     def check_open(self) -> None:
         """Raises if the pipeline was closed or has failed.
 
@@ -50,6 +56,21 @@ class Ending:
             raise reworded(self._ended_by, f"the pipeline is closed: {self._ended_by}")
         if self._control.fault.raised:
             self._fail()
+
+    def check_readable(self) -> None:
+        """Raises as :meth:`check_open` does, of a closed pipeline that cannot be read any more.
+
+        One that a failure has ended, or that was closed, still has this process's weights. Shares
+        that replicas have were put together before alone.
+        """
+        is_shared = any(stage.weights.engine.is_shared for stage in self._stages)
+        if not self._has_weights or (is_shared and not self.has_failed):
+            self.check_open()
+
+    def weights_given_back(self) -> None:
+        """After this nothing can be read."""
+        self._has_weights = False
+        self._ended_by = RuntimeError("unsplit() was called, whose result has the weights")
 
     @contextlib.contextmanager
     def failing_closes(self) -> Iterator[None]:

@@ -289,12 +289,15 @@ class Session:
                 raise late
 
     def flush_to_read(self, operation: Operation) -> None:
-        """As :meth:`flush_for`, but a pipeline that a failure has ended is read as it is.
+        """As :meth:`flush_for`, but a pipeline that has ended is read as it is.
 
-        Each stage then shows the newest version that it had made whole; some may be one ahead.
+        After a failure each stage shows the newest version that it had made whole; some may be one
+        ahead.
         """
-        if not self.ending.has_failed:
+        if self.ending.is_open:
             self.flush_for(operation)
+        else:
+            self.ending.check_readable()
 
     # ------------------------------------------------------------------ changing
 

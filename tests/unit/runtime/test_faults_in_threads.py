@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -312,10 +313,39 @@ def test_after_close_every_call_says_so() -> None:
     optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
     pipe.close()
     pipe.close()
-    mine: list[Callable[[], Any]] = [optimizer.step, optimizer.state_dict]
-    for call in [*mine, *calls_of(pipe)]:
+    for call in [optimizer.step, *calls_of(pipe)]:
+        if call in (pipe.state_dict, pipe.full_state_dict, pipe.unsplit):
+            continue
         with pytest.raises(RuntimeError, match=r"the pipeline is closed: close\(\) was called"):
             call()
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_a_closed_pipeline_still_gives_what_it_holds(schedule: str, precision: str | None) -> None:
+    model = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with build(model, schedule=schedule, precision=precision) as pipe:
+        optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.5))
+        for _ in range(3):
+            pipe.train_step(X, target=Y)
+            optimizer.step()
+        weights = {name: value.clone() for name, value in pipe.state_dict().items()}
+        moments = copy.deepcopy(optimizer.state_dict())
+    assert moments["state"]
+    for read in (pipe.state_dict, pipe.full_state_dict, lambda: dict(pipe.named_parameters())):
+        found = read()
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert str(optimizer.state_dict()) == str(moments)
+    assert pipe.unsplit() is model
+    assert all(
+        torch.equal(p, weights[f"{i}.{n}"]) for i in (0, 1) for n, p in model[i].named_parameters()
+    )
+    with torch.no_grad():
+        model[0].weight.add_(1)  # which no second unsplit() may undo
+    for again in (pipe.state_dict, pipe.full_state_dict, pipe.unsplit, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=r"is closed: unsplit\(\) was called, whose result"):
+            again()
 
 
 def test_an_exception_that_leaves_the_block_is_kept() -> None:
