@@ -464,7 +464,8 @@ class _Search:
             if isinstance(value, nn.Module) or kind in _RECORDS or not is_foreign(kind):
                 names = self._names - assigned - _OF_EVERY_MODULE - _WRITTEN_BY_SAVING
                 keys = [k for k in vars(value) if k in names]
-                yield from _some(value, f"{name}.", keys, is_program)
+                holder = vars(value) if isinstance(value, dict) else value
+                yield from _some(holder, f"{name}.", keys, is_program)
                 inner += [(f"{name}.{k}", getattr(value, k)) for k in keys]
                 if isinstance(value, nn.Module):
                     inner += [(f"{name}.{k}", child) for k, child in value.named_children()]
