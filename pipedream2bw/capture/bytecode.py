@@ -22,6 +22,7 @@ from ..model.sources import sources_kept
 from ..model.surroundings import (
     torch_reports_silenced,
 )
+from ..model.trees import hides_tensors, opened
 from .arguments import CallSignature
 from .exporting import SpecializedError, example_of
 from .regions import fold_transforms
@@ -190,13 +191,15 @@ class _Graph:
         stand_ins = zip(self._recording.outputs, outputs, strict=True)
         known: dict[int, Any] = {id(stand_in): node for stand_in, node in stand_ins}
         known |= {id(example): node for example, node in zip(self._examples, inputs, strict=True)}
-        leaves, spec = pytree.tree_flatten(result)
+        leaves, spec = pytree.tree_flatten(opened(result))
         returned = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) in self._state:
                 returned.append(self._graph.get_attr(self._state[id(leaf)]))
             elif isinstance(leaf, torch.Tensor) and id(leaf) not in known:
                 raise LeftOutError("the model returns a tensor that its graph does not make")
+            elif hides_tensors(leaf):
+                raise LeftOutError(f"the model returns a {type(leaf).__name__} with tensors in it")
             else:
                 returned.append(known.get(id(leaf), leaf))
         self._graph.output(tuple(returned)).meta["out_spec"] = spec

@@ -285,8 +285,9 @@ class PipelineModule(nn.Module):
         stage ``target`` (with two pipelines both ranks that run the stage; they must be given the
         same batch); the others may pass the same or leave them out. Every tensor is split
         along dimension 0 into ``num_microbatches`` parts, as ``torch.tensor_split`` does, unless
-        its name is in ``replicated``; fewer rows make fewer microbatches, of one row each, with the
-        same mean. The microbatches are views of these tensors and are read
+        its name is in ``replicated``. So are NumPy arrays in a target, and lists without
+        tensors, which have an entry for each row. Fewer rows make fewer microbatches, of one row
+        each, with the same mean. The microbatches are views of these tensors and are read
         after this call has returned: write to them only after the loss of the batch after the next
         (``"pipedream"``: the d-th next), or a :meth:`flush`. Call ``step()`` of the
         :class:`PipelineOptimizer` once after each, or after ``accumulate`` of them.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import _C
+from ..model.trees import opened
 from ..ranks.operations import Operation
 from .local_stages import replicas_of_loss
+from .microbatch import has_entries, is_array
 from .session import Session
 from .step_data import Microbatches, StepArguments
 
@@ -96,29 +100,44 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     the result is the mean over all rows.
 
     Raises:
-        ValueError: there are several microbatches and an output is another tensor that has not as
-            many rows as its microbatch.
+        ValueError: there are several microbatches, and another tensor among the outputs has not as
+            many rows as its microbatch. Or another value differs between them.
     """
     if len(outputs) == 1:
         return outputs[0]
-    spec = pytree.tree_structure(outputs[0])
-    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
-    return pytree.tree_unflatten([_joined(leaves, sizes) for leaves in columns], spec)
+    split = [pytree.tree_flatten(opened(output), is_leaf=has_entries) for output in outputs]
+    if len({len(leaves) for leaves, _ in split}) > 1:
+        raise ValueError(f"the model's output has another structure in each microbatch. {_INSTEAD}")
+    columns = zip(*(leaves for leaves, _ in split), strict=True)
+    return pytree.tree_unflatten([_joined(column, sizes) for column in columns], split[0][1])
+
+
+_INSTEAD = "Give evaluations of microbatches of your own, pipe(microbatches=[...]), or eval_step()"
 
 
 def _joined(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = leaves[0]
-    if not isinstance(first, torch.Tensor):
-        return first
-    if first.dim() == 0 and first.is_floating_point():
+    if isinstance(first, torch.Tensor) and first.dim() == 0 and first.is_floating_point():
         shares = [size / sum(sizes) for size in sizes]
         return sum(leaf * share for leaf, share in zip(leaves, shares, strict=True))
-    for leaf, size in zip(leaves, sizes, strict=True):
-        shape = list(torch.as_tensor(leaf).shape)
-        if not shape or shape[0] != size:
-            raise ValueError(
-                f"the model's output has shape {shape} for a microbatch of {size} "
-                "rows: outputs of microbatches are joined along dimension 0. Return a tensor of "
-                "the microbatch's rows, or one floating-point number, the mean over the rows"
-            )
-    return torch.cat(list(leaves))
+    if isinstance(first, torch.Tensor) or is_array(first):
+        for leaf, size in zip(leaves, sizes, strict=True):
+            shape = list(leaf.shape)
+            if not shape or shape[0] != size:
+                raise ValueError(
+                    f"the model's output has shape {shape} for a microbatch of {size} "
+                    "rows: outputs of microbatches are joined along dimension 0. Return a tensor "
+                    "of the microbatch's rows, or one floating-point number, the mean over the rows"
+                )
+        if is_array(first):
+            return sys.modules["numpy"].concatenate(leaves)
+        return torch.cat(list(leaves))
+    if has_entries(first) and [len(leaf) for leaf in leaves] == list(sizes):
+        return type(first)(itertools.chain(*leaves))
+    are_rows = type(first) is int and list(leaves) == list(sizes)
+    if are_rows or any(leaf is not first and leaf != first for leaf in leaves):
+        raise ValueError(
+            f"the model's output has {type(first).__name__}s for microbatches of {list(sizes)} "
+            f"rows, {list(leaves)[:4]}, which cannot be joined. Return a tensor. {_INSTEAD}"
+        )
+    return first

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import _C
+from ..model.trees import hides_tensors, opened
 
 
 class Microbatch:
@@ -36,27 +39,50 @@ def microbatch_rows(rows: int, num_microbatches: int) -> list[int]:
     return [base + 1] * extra + [base] * (num_microbatches - extra)
 
 
-def common_rows(named: Sequence[tuple[str, torch.Tensor]]) -> int | None:
-    """The number of rows that all tensors share, None if there are no tensors.
+def is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy, which need not be installed."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def has_entries(node: Any) -> bool:
+    """Whether it has an entry for each row: a list without tensors, or a tuple of texts."""
+    if type(node) is tuple:  # as torch's default_collate makes of texts
+        return bool(node) and all(isinstance(entry, str) for entry in node)
+    return type(node) is list and bool(node) and not any(map(_begins_with_tensor, node))
+
+
+def _begins_with_tensor(entry: Any) -> bool:
+    while isinstance(entry, (list, tuple, dict)) and entry:
+        entry = next(iter(entry.values() if isinstance(entry, dict) else entry))
+    return isinstance(entry, torch.Tensor) or is_array(entry)
+
+
+def common_rows(named: Sequence[tuple[str, Any]]) -> int | None:
+    """The number of rows that all values share, None if there are none.
+
+    Args:
+        named: tensors, arrays, and lists with an entry for each row, with their names.
 
     Raises:
-        ValueError: two tensors differ in dimension 0, or a tensor has no dimension 0; both
-            name ``replicated``, which passes a tensor whole.
+        ValueError: two differ in dimension 0, or a tensor has no dimension 0; both name
+            ``replicated``, which passes a value whole.
     """
     first: tuple[str, int] | None = None
-    for name, tensor in named:
-        if tensor.dim() == 0:
+    for name, value in named:
+        shape = (len(value),) if isinstance(value, (list, tuple)) else value.shape
+        if not shape:
             raise ValueError(
                 f"{name}: shape [], every tensor is split along dimension 0. Give the tensor rows, "
                 "or name it in replicated=() to pass it whole to every microbatch"
             )
         if first is None:
-            first = (name, tensor.shape[0])
-        elif tensor.shape[0] != first[1]:
+            first = (name, shape[0])
+        elif shape[0] != first[1]:
             raise ValueError(
-                f"{name}: {tensor.shape[0]} rows in dimension 0, {first[0]}: {first[1]}: all "
-                "tensors of a batch have the same number of rows. Name a tensor in replicated=() "
-                "to pass it whole to every microbatch"
+                f"{name}: {shape[0]} rows in dimension 0, {first[0]}: {first[1]}: all "
+                "tensors of a batch have the same number of rows, and its lists as many entries. "
+                "Name one in replicated=() to pass it whole to every microbatch"
             )
     return None if first is None else first[1]
 
@@ -73,7 +99,10 @@ def refuse_gradients(named: Sequence[tuple[str, Any]]) -> None:
 
 @dataclasses.dataclass
 class SplitTree:
-    """A pytree whose tensors are to be split; ``replicated`` leaves and non-tensors stay whole."""
+    """A structure whose tensors, arrays and lists of entries are to be split.
+
+    Other leaves stay whole, and ``replicated`` ones.
+    """
 
     leaves: list[Any]
     spec: pytree.TreeSpec
@@ -82,16 +111,27 @@ class SplitTree:
 
     @classmethod
     def of(cls, tree: Any, what: str, replicated: Collection[str]) -> SplitTree:
-        """Reads ``tree``; raises as :func:`common_rows` does, with ``what`` naming the tree."""
-        with_paths, spec = pytree.tree_flatten_with_path(tree)
+        """Reads ``tree``; raises as :func:`common_rows` does, with ``what`` naming the tree.
+
+        Raises:
+            TypeError: tensors are in an object that nobody can split.
+        """
+        with_paths, spec = pytree.tree_flatten_with_path(opened(tree), is_leaf=has_entries)
         leaves = [leaf for _, leaf in with_paths]
         whole = [
-            not isinstance(leaf, torch.Tensor)
+            not (isinstance(leaf, torch.Tensor) or is_array(leaf) or has_entries(leaf))
             or any(str(getattr(key, "key", getattr(key, "name", ""))) in replicated for key in path)
             for path, leaf in with_paths
         ]
         named = [(what + pytree.keystr(path), leaf) for path, leaf in with_paths]
         refuse_gradients(named)
+        for name, leaf in named:
+            if hides_tensors(leaf):
+                raise TypeError(
+                    f"{name}: {type(leaf).__name__} with tensors in it, which cannot be split into "
+                    "microbatches. Give a tensor, a tuple, a dictionary or a dataclass, or give "
+                    "microbatches=[Microbatch(..., target=...), ...]"
+                )
         split = [each for each, keep in zip(named, whole, strict=True) if not keep]
         return cls(leaves, spec, whole, common_rows(split))
 
@@ -111,7 +151,13 @@ def split_values(
     for value, keep in zip(values, whole, strict=True):
         if isinstance(value, torch.Tensor):
             value = _moved(value.detach(), streams)
-        parts.append([value] * len(sizes) if keep else value.split(list(sizes)))
+        if keep:
+            parts.append([value] * len(sizes))
+        elif isinstance(value, torch.Tensor):
+            parts.append(torch.split(value, list(sizes)))
+        else:
+            ends = list(itertools.accumulate(sizes))
+            parts.append([value[end - size : end] for size, end in zip(sizes, ends, strict=True)])
     return [list(microbatch) for microbatch in zip(*parts, strict=True)] or [[] for _ in sizes]
 
 

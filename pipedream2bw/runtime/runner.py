@@ -19,7 +19,7 @@ from ..model.added_loss import LossWeight, Weighed
 from ..model.metrics import Metric, computed_loss, measure, refuse_other_weights
 from ..model.precision import Precision
 from ..model.storages import storage_of
-from ..model.trees import tensors_in
+from ..model.trees import opened, tensors_in
 from ..options import Options
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
@@ -142,7 +142,7 @@ class MicrobatchInputs:
         return own
 
     def tensors(self) -> list[torch.Tensor]:
-        return tensors_in((self.values, self.target))
+        return tensors_in(opened((self.values, self.target)))
 
 
 class StageRunner:
@@ -203,7 +203,7 @@ class StageRunner:
     def outputs_of(self, run: int) -> list[Any]:
         """Gives an evaluation's outputs on the last stage, by microbatch, and ends the run."""
         outputs = self._runs.pop(run).outputs
-        _C.use_here(tensors_in(outputs))
+        _C.use_here(tensors_in(opened(outputs)))
         return outputs
 
     def forward(self, call: _C.ForwardCall) -> _C.ForwardResult:
