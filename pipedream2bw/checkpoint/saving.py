@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import time
 import warnings
 import weakref
@@ -23,6 +24,29 @@ _SIGN_SECONDS = 0.5
 """After which a rank that waits shows the others that it lives."""
 
 
+class _Awaited(Future[None]):
+    """A part of a save: whoever trains and waits for it waits for no batch that does not come."""
+
+    def __init__(self, saving: Saving) -> None:
+        super().__init__()
+        self._saving = weakref.ref(saving)
+
+    def result(self, timeout: float | None = None) -> None:
+        if timeout is None:
+            self._bring()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if timeout is None:
+            self._bring()
+        return super().exception(timeout)
+
+    def _bring(self) -> None:
+        saving = self._saving()
+        if saving is not None and not self.done():
+            saving.bring_copy()
+
+
 class Saving:
     """A save under way.
 
@@ -30,15 +54,18 @@ class Saving:
         step: of the checkpoint: the number of the batch that follows.
         path: of the checkpoint's own folder, ``.../step-<step>-<nonce>``.
         snapshot: done when this process's state has been copied. Under ``"2bw"`` that is in the
-            next batch, or at the next drain.
+            next batch, or at the next drain. The thread that saved drains, in one process, if it
+            waits for this or for ``done`` before that batch; with several processes it is told to
+            call :meth:`wait`.
         done: when the checkpoint is whole, on every rank. Its exception says why it never will be.
     """
 
     def __init__(self, session: Session, folder: Folder, name: str) -> None:
         self.step = step_of(name)
         self.path = f"{folder.path.rstrip('/')}/{name}"
-        self.snapshot: Future[None] = Future()
-        self.done: Future[None] = Future()
+        self._thread, self._train_steps = threading.get_ident(), session.num_train_steps
+        self.snapshot: Future[None] = _Awaited(self)
+        self.done: Future[None] = _Awaited(self)
         self.seconds: dict[str, float] = {}
         """How long each part took: ``snapshot``, ``write``, ``commit``."""
         self._session = weakref.ref(session)
@@ -71,6 +98,25 @@ class Saving:
         if not done_by(self.done, time.monotonic() + seconds):
             raise self.too_long(seconds)
         self.done.result()
+
+    def bring_copy(self) -> None:
+        """Drains if this thread alone can bring the batch in which the state is copied.
+
+        Raises:
+            RuntimeError: with several processes, as all of them have to drain.
+        """
+        session = self._session()
+        if self.snapshot.done() or session is None or not session.ending.is_open:
+            return
+        later = session.num_train_steps - self._train_steps
+        if threading.get_ident() != self._thread or later >= session.schedule.most_batches_behind:
+            return
+        if session.grid.in_processes:
+            raise RuntimeError(
+                f"checkpoint {self.step}: it is copied in the next batch or at a drain. Call "
+                "wait() of the save on every rank, or wait for it after the next batch"
+            )
+        session.flush_for(Operation.flush)
 
     def too_long(self, seconds: float | None = None) -> TimeoutError:
         """Says that it has not ended within so many seconds, or those of the pipeline."""
