@@ -42,6 +42,7 @@ class Announcement(NamedTuple):
     argument_rows: int = -1
     target_rows: int = -1
     shapes: int = -1  # their hash
+    target: int = -1  # a number that tells its values from others
     training: int = -1  # the module's mode, 0 or 1
     ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
     normalizer: int = -1  # of the replica's losses, in the batch

@@ -17,6 +17,7 @@ from .microbatch import (
     combined_hash,
     common_rows,
     hash_of_shapes,
+    hash_of_values,
     microbatch_rows,
     refuse_gradients,
     split_values,
@@ -98,11 +99,15 @@ class Intake:
             normalizer = self._normalizer.of(
                 [each.target for _, each in parts], arguments.normalizer
             )
+        of_values = -1
+        if grid.in_processes and parts and arguments.has_target:
+            of_values = hash_of_values([each.target for _, each in parts])
         if arguments.is_list:
             data.listed = Listed(tuple(rows), tuple(shapes), tuple(target_rows))
         data.announcement = Announcement(
             argument_rows=sum(rows) if rows else -1,
             target_rows=_total(target_rows),
+            target=of_values,
             shapes=combined_hash(rows, shapes) if arguments.is_list else next(iter(shapes), -1),
             training=int(is_train),
             ends_batch=-1 if part is None else int(part.ends),

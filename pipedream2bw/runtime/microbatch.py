@@ -179,6 +179,33 @@ def _moved(tensor: torch.Tensor, streams: _C.StageStreams) -> torch.Tensor:
     return moved
 
 
+_MOST_NUMBERS = 16
+"""Of a tensor, that are looked at to tell it from others."""
+
+
+def hash_of_values(trees: Sequence[Any]) -> int:
+    """A 62-bit number that tells structures from others by a few of their values.
+
+    It is the same in all processes. -1: there are no tensors, or one is not in the host's memory,
+    which is not waited for.
+    """
+    leaves = pytree.tree_leaves(opened(list(trees)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    plain = [leaf for leaf in leaves if type(leaf) in (bool, int, float, str)]
+    arrays = [leaf for leaf in leaves if is_array(leaf) and leaf.dtype.kind in "biuf"]
+    if any(type(each) is not torch.Tensor or each.device.type != "cpu" for each in tensors):
+        return -1
+    if not (tensors or plain or arrays):
+        return -1
+    some = [_some(each.detach().flatten()) for each in tensors if each.layout == torch.strided]
+    some += [_some(each.ravel()) for each in arrays]
+    return _hash(([each.tolist() for each in some], _some(plain)))
+
+
+def _some(values: Any) -> Any:
+    return values[:: max(1, len(values) // _MOST_NUMBERS)]
+
+
 def hash_of_shapes(values: Sequence[Any], whole: Sequence[bool], mode: object) -> int:
     """A 62-bit number for all that fixes a microbatch's shapes but its number of rows."""
     described = [
