@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import copy
 import dataclasses
 import functools
 import operator
@@ -97,25 +99,18 @@ class _Place:
     is_program: bool = True
     must_stay: str | None = None
     is_counted: bool = False
-    get: Callable[[Any], Any] = dataclasses.field(init=False)
-    before: Any = dataclasses.field(init=False)
+    get: Callable[[], Any] = dataclasses.field(init=False)
     values: dict[Any, _Value] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        two = (*self.keys, *self.keys)  # of one key alone a getter gives no tuple
-        if not self.keys:
-            self.get = _itself
-        elif isinstance(self.holder, dict):
-            self.get = operator.itemgetter(*two)
+        two = (*self.keys, *self.keys[:1])  # of one key alone a getter gives no tuple
+        get: Callable[[Any], Any] = operator.attrgetter(*two) if self.keys else copy.copy
+        if isinstance(self.holder, dict) and self.keys:
+            get = operator.itemgetter(*two)
         elif isinstance(self.holder, types.CellType):
-            self.get = operator.attrgetter("cell_contents", "cell_contents")
-        else:
-            self.get = operator.attrgetter(*two)
+            get = operator.attrgetter("cell_contents", "cell_contents")
+        self.get = functools.partial(get, self.holder)
         self.values = self.read()
-        try:
-            self.before = self.get(self.holder) if self.keys else self.holder.copy()
-        except Exception:  # a variable that has no value yet: compared one by one
-            self.before = None
 
     def read(self) -> dict[Any, _Value]:
         """The values by key."""
@@ -140,10 +135,6 @@ class _Place:
     def named(self, key: Any) -> str:
         """What errors call a value."""
         return f"{self.name}{key}" if self.keys else f"{self.name}[{key!r}]"
-
-
-def _itself(holder: Any) -> Any:
-    return holder
 
 
 _Change = tuple[_Place, str, _Value, _Value]
@@ -182,9 +173,19 @@ class Watch:
         self._first, self._first_places = self.state, self._all  # whose holders stay alive
 
     def _take(self, places: list[_Place]) -> None:
+        self._getters: list[Callable[[], Any]]
+        self._values: list[Any]
         self._all = places
         self._told: set[tuple[str, _Value]] = set()
-        self._places = [place for place in places if not place.is_counted or place.holder]
+        compared = [place for place in places if not place.is_counted or place.holder]
+        self._containers = [place.holder for place in compared if not place.keys]
+        self._copies = list(map(copy.copy, self._containers))
+        self._getters, self._values = [], []
+        for place in compared:
+            with contextlib.suppress(Exception):  # a property of the user's raises one
+                if place.keys:
+                    self._values.append(place.get())
+                    self._getters.append(place.get)
         self._dictionaries = [place.holder for place in places if place.is_counted]
         self._dictionaries += map(vars, self._root.modules())
         self._lengths = list(map(len, self._dictionaries))
@@ -226,13 +227,14 @@ class Watch:
     def _is_as_it_was(self) -> bool:
         if self._is_new:
             return False
-        try:
-            for place in self._places:
-                if place.get(place.holder) != place.before:
-                    return False
+        try:  # loops of Python's own, in which identity comes first
+            return (
+                list(map(len, self._dictionaries)) == self._lengths
+                and [get() for get in self._getters] == self._values
+                and self._containers == self._copies
+            )
         except Exception:  # a value is gone, or objects whose comparison is no bool have changed
             return False
-        return list(map(len, self._dictionaries)) == self._lengths
 
     def _refuse_late(self, changes: Iterable[_Change]) -> None:
         for place, name, old, new in changes:
