@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import json
 import math
 import numbers
 import weakref
@@ -27,8 +28,8 @@ class LazyNumber(_Number):
     """A number of the last ``train_step``, which may not exist yet.
 
     It computes as a ``float`` does, and as a tensor of one number in torch's functions: whatever
-    reads it waits for it. ``detach()``, ``cpu()`` and the like wait for nothing. What asks for the
-    type ``float`` itself needs ``float()``: ``json.dumps(log, default=float)``.
+    reads it waits for it, ``json`` too. ``detach()``, ``cpu()`` and the like wait for nothing.
+    ``torch.tensor([...])``, which asks for the type itself, needs ``float(...)``.
 
     It does not keep the pipeline alive. That of a discarded train_step is nan; read before that is
     known it may be any number. In one process the first that is read raises, see
@@ -154,6 +155,17 @@ def _as_float_does(name: str) -> Callable[..., Any]:
 for _name in _OF_FLOATS.split():
     setattr(LazyNumber, f"__{_name}__", _as_float_does(f"__{_name}__"))
 numbers.Real.register(LazyNumber)  # type: ignore[type-abstract]
+
+
+_default_of_json = json.JSONEncoder.default
+
+
+def _with_lazy_numbers(encoder: json.JSONEncoder, value: Any) -> Any:
+    return value.item() if isinstance(value, LazyNumber) else _default_of_json(encoder, value)
+
+
+# json has no other way to be told of a type, and a float of C's cannot wait for its value.
+json.JSONEncoder.default = _with_lazy_numbers  # type: ignore[assignment,method-assign]
 
 
 class Loss(LazyNumber):

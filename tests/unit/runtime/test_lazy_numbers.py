@@ -68,6 +68,7 @@ UNARY: list[Callable[[Any], Any]] = [
     lambda number: number.real,
     lambda number: {number: 1},
     lambda number: json.dumps({"loss": number}, default=float),
+    lambda number: json.dumps({"loss": [number]}),
     lambda number: np.asarray(number, dtype="f4"),
     lambda number: np.array([number, 1.0]),
 ]
