@@ -108,8 +108,10 @@ class Saving:
         session = self._session()
         if self.snapshot.done() or session is None or not session.ending.is_open:
             return
+        # Buffers are copied as the next batch begins, weights when their update has been made.
+        needed = max(1, session.schedule.most_batches_behind)
         later = session.num_train_steps - self._train_steps
-        if threading.get_ident() != self._thread or later >= session.schedule.most_batches_behind:
+        if threading.get_ident() != self._thread or later >= needed:
             return
         if session.grid.in_processes:
             raise RuntimeError(

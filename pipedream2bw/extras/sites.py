@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from ..errors import StageError
 from ..ranks.boards import finish
-from ..ranks.deadline import Deadline
+from ..ranks.deadline import Deadline, leave
 from ..ranks.first_failure import FirstFailure
 from ..ranks.joining import store_of_this_life
 
@@ -202,7 +201,7 @@ class SiteLink:
         self._failures.close()
         # A group waits for what is under way to end, which it does when other sites leave, too.
         groups, self._groups = self._groups, {}
-        threading.Thread(target=groups.clear, name="pd2 leaves other sites", daemon=True).start()
+        leave("leaves other sites", groups.clear)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

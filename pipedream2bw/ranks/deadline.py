@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
@@ -40,6 +41,26 @@ class CallInThread(Generic[_Result]):
         """Returns what it gave, or raises it. Once the result is there."""
         self._thread.join()
         return self.result.result()
+
+
+_leaving: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def leave(name: str, call: Callable[[], object]) -> None:
+    """Makes a call that waits until others leave a group, too, in a thread of its own."""
+    thread = threading.Thread(target=call, name=f"pd2 {name}", daemon=True)
+    _leaving.add(thread)
+    thread.start()
+
+
+def wait_for_leaving(seconds: float) -> None:
+    """Waits for what :func:`leave` has begun.
+
+    The interpreter ends threads that are left, which C++ code that frees a group does not stand.
+    """
+    end = time.monotonic() + seconds
+    for thread in list(_leaving):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class Deadline:

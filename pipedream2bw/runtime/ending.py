@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import os
 import threading
 import traceback
 import weakref
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from ..errors import PeerLost, RemoteTraceback, StageError, reworded
+from ..ranks.deadline import wait_for_leaving
 from .local_stages import LocalStages, last_uncaught
 
 
@@ -24,6 +27,7 @@ class Ending:
     def __init__(self, stages: LocalStages) -> None:
         self.batch = 0
         self._ended_by: RuntimeError | None = None
+        self._pid, self._is_parents = os.getpid(), False
         self._has_weights = True  # which have not been given back to the model
         self._in_use = threading.RLock()
         self._stages = stages
@@ -71,6 +75,22 @@ class Ending:
         """After this nothing can be read."""
         self._has_weights = False
         self._ended_by = RuntimeError("unsplit() was called, whose result has the weights")
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a process that was forked, which has none of the threads."""
+        if self._is_parents:
+            self.check_open()
+
+    def leave_to_parent(self) -> None:
+        """In a process that was forked: nothing ends here what the parent goes on with."""
+        self._is_parents, self._has_weights = True, False
+        self._ended_by = RuntimeError(
+            f"this process, {os.getpid()}, was forked from the pipeline's, {self._pid}, and has "
+            "none of its threads. Call it in the process that made it, and give workers tensors"
+        )
+        self._stages.end.detach()
+        # Never freed: that would wait for threads, even when the interpreter ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._stages))
 
     @contextlib.contextmanager
     def failing_closes(self) -> Iterator[None]:
@@ -148,7 +168,7 @@ class Ending:
         self._ended_by = reason
         for stage in self._stages:
             stage.runner.forget()
-        self._stages.end()
+        self._stages.stop()
         for stage in self._stages:  # what has been made can still be read
             stage.weights.show_newest()
         for stage in self._stages:  # no update is under way any more
@@ -185,6 +205,8 @@ class Ending:
         raise raised from (original if first is mine and original else first.__cause__)
 
 
+_LEAVE_SECONDS = 10.0
+
 _all: weakref.WeakSet[Ending] = weakref.WeakSet()
 
 
@@ -193,3 +215,12 @@ def _end_all() -> None:
     """Threads end before the interpreter does."""
     for ending in list(_all):
         ending.at_exit()
+    wait_for_leaving(_LEAVE_SECONDS)
+
+
+def _leave_to_parent() -> None:
+    for ending in list(_all):
+        ending.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

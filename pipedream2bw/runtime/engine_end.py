@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -42,11 +43,28 @@ def end_engine(
     channels: Channels,
     control: ControlPlane,
     grid: RankGrid,
+    unfinished: list[list[int]],
 ) -> None:
-    """Ends a pipeline's threads and connections."""
+    """Ends a pipeline's threads and connections; warns of train_steps that are lost with it."""
+    if unfinished and not control.fault.raised:
+        unfinished.clear()
+        warnings.warn(
+            "a pipeline was dropped before its last train_steps were finished: the model lacks "
+            "their updates. Call flush() or close() before, or use `with PipelineModule(...)`",
+            stacklevel=2,
+        )
     if [threading.get_ident()] in threads:
         # The garbage collector runs in any thread, also in one that is to be ended here.
-        arguments: tuple[object, ...] = (executors, [], losses, verdicts, channels, control, grid)
+        arguments: tuple[object, ...] = (
+            executors,
+            [],
+            losses,
+            verdicts,
+            channels,
+            control,
+            grid,
+            unfinished,
+        )
         threading.Thread(target=end_engine, args=arguments).start()
         return
     with contextlib.ExitStack() as steps:  # last one first; all of them, even if one is interrupted

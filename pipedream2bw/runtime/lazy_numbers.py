@@ -55,8 +55,10 @@ class LazyNumber(_Number):
                 train_step is discarded and has not been taken back: it has now.
         """
         session = self._session()
-        if session is not None and self._is_taken_back(session):
-            return None
+        if session is not None:
+            session.ending.check_process()
+            if self._is_taken_back(session):
+                return None
         try:
             value = read()
         except RuntimeError:

@@ -135,6 +135,7 @@ class LocalStages:
             self._channels,
             control,
             grid,
+            self._tickets,
         )
         self.end.atexit = False
         try:
@@ -349,6 +350,11 @@ class LocalStages:
             self.losses.drain()
         self._finish()
         self._tickets.clear()
+
+    def stop(self) -> None:
+        """Ends the engine, whatever is unfinished."""
+        self._tickets.clear()
+        self.end()
 
     def finish_submitted(self) -> None:
         """Waits until everything submitted so far has been executed, if no later batch must be."""
