@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import os
-import pickle
 import random
 import sys
 import threading
@@ -45,7 +44,7 @@ class Sources:
         self.known: list[tuple[dict[str, Any], str]] = []  # globals that the code knows
         if (numpy := sys.modules.get("numpy")) is not None:
             get = functools.partial(numpy.random.get_state, legacy=False)
-            self._add_numpys("numpy.random", get, numpy.random.set_state)
+            self._generators.append(("numpy.random", get, numpy.random.set_state))
         if root is not None:
             self._look_into(root)
 
@@ -70,18 +69,12 @@ class Sources:
             self._generators.append((name, item.get_state, item.set_state))
         elif numpy is not None and isinstance(item, numpy.random.RandomState):
             get = functools.partial(item.get_state, legacy=False)
-            self._add_numpys(name, get, item.set_state)
+            self._generators.append((name, get, item.set_state))
         elif numpy is not None and isinstance(item, numpy.random.Generator):
             bits = item.bit_generator
             put = functools.partial(setattr, bits, "state")
-            self._add_numpys(name, lambda: bits.state, put)
+            self._generators.append((name, lambda: bits.state, put))
         return item
-
-    def _add_numpys(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
-        """Its states hold arrays, which compare to arrays: here they are bytes."""
-        self._generators.append(
-            (name, lambda: pickle.dumps(get()), lambda state: put(pickle.loads(state)))
-        )
 
     def now(self) -> list[Any]:
         """The states of the generators, and how often something else was read."""
@@ -100,12 +93,19 @@ class Sources:
                 f"{name}() is called in Python, which gives other values each time"
             )
         for (name, get, _), old in zip(self._generators, before[1:], strict=True):
-            state = get()
-            same = torch.equal(state, old) if isinstance(old, torch.Tensor) else state == old
-            if not same:
+            if _plain(get()) != _plain(old):
                 raise RandomnessError(
                     f"random numbers are drawn in Python ({name}), independently of the input"
                 )
+
+
+def _plain(state: Any) -> Any:
+    """A generator's state with bytes in the places of arrays, which do not compare to a bool."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, torch.Tensor):
+        state = state.numpy()
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 @contextlib.contextmanager

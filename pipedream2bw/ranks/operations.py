@@ -42,7 +42,6 @@ class Announcement(NamedTuple):
     argument_rows: int = -1
     target_rows: int = -1
     shapes: int = -1  # their hash
-    target: int = -1  # a number that tells its values from others
     training: int = -1  # the module's mode, 0 or 1
     ends_batch: int = -1  # whether an optimizer step follows, 0 or 1
     normalizer: int = -1  # of the replica's losses, in the batch
@@ -50,6 +49,7 @@ class Announcement(NamedTuple):
     saves: int = 0  # whether the run is to be saved after the batch, 0 or 1
     stop_signal: int = 0  # the signal for which the run is to be saved and ended; 0: none
     model: int = 0  # what tells changes of the model from others; 0: none
+    target: int = -1  # a number that tells its values from others
 
 
 class UpdatesMayWait(NamedTuple):

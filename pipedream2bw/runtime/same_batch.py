@@ -46,16 +46,6 @@ def _check_replica(
 ) -> None:
     """Raises ValueError unless a replica's ranks were given one batch."""
     begins = range(0, grid.num_stages, grid.depth) if training else (0,)
-    ranks = sorted(set(itertools.chain(*(places[replica] for places in grid.places))))
-    targets = {announced[rank].target: rank for rank in reversed(ranks)}
-    targets.pop(-1, None)
-    if len(targets) > 1:
-        raise ValueError(
-            f"targets on ranks {' and '.join(map(str, sorted(targets.values())))} differ: all "
-            "ranks of one replica must read the same batch. Give a DistributedSampler "
-            "num_replicas=pipe.width and rank=pipe.replica, and what shuffles the same seed. Where "
-            "ranks compute targets themselves, give them to the last stage's rank alone"
-        )
     one = grid.process_of(0, replica, 0)
     for shard, begin in itertools.product(range(grid.num_shards), begins):
         last = grid.process_of(begin + grid.depth - 1, replica, shard)
@@ -72,6 +62,16 @@ def _check_replica(
         else:
             check_rows([announced[one].argument_rows], [announced[last].target_rows])
         _check_first_stages(grid, announced, replica, shard, begin)
+    ranks = sorted(set(itertools.chain(*(places[replica] for places in grid.places))))
+    targets = {announced[rank].target: rank for rank in reversed(ranks)}
+    targets.pop(-1, None)
+    if len(targets) > 1:
+        raise ValueError(
+            f"targets on ranks {' and '.join(map(str, sorted(targets.values())))} differ: all "
+            "ranks of one replica must read the same batch. Give a DistributedSampler "
+            "num_replicas=pipe.width and rank=pipe.replica, and what shuffles the same seed. Where "
+            "ranks compute targets themselves, give them to the last stage's rank alone"
+        )
 
 
 def _check_first_stages(

@@ -217,7 +217,7 @@ def test_every_rank_gets_what_all_announced(results: Results) -> None:
     for result in results[1]:
         for number, table in enumerate(result.value["tables"]):
             want = [
-                (rank, number, -(2**62) - rank, rank % 2, rank, number, number, rank, number, 0)
+                (rank, number, -(2**62) - rank, rank % 2, rank, number, number, rank, number, 0, -1)
                 for rank in range(3)
             ]
             assert [tuple(row) for row in table] == want
