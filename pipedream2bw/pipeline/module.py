@@ -681,7 +681,7 @@ class PipelineModule(nn.Module):
             mine = {}
         parts = self.session.gather(mine)
         merged = {name: value for part in parts for name, value in part.items()}
-        order = self.session.root.state_dict().keys()
+        order = self.session.root.state_dict(keep_vars=True).keys()
         return {name: merged[name] for name in order if name in merged}
 
     def load_state_dict(

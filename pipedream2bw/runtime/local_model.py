@@ -75,8 +75,9 @@ class LocalModel:
         Args:
             whole: every rank calls it; else masters that other replicas have are their roundings.
         """
-        mine = self._names()
-        with self._masters_shown(whole=whole):
+        mine, others = self._names(), self._stages.others
+        passed = others.as_parameters() if others else contextlib.nullcontext()
+        with self._masters_shown(whole=whole), passed:
             full = self._root.state_dict(keep_vars=keep_vars)
         return type(full)((prefix + name, full[name]) for name in full if name in mine)
 
@@ -90,7 +91,7 @@ class LocalModel:
     def load(self, checkpoint: Checkpoint, strict: bool) -> Any:
         """Loads the process's part of the whole model's; gives what ``nn.Module`` gives."""
         root = self._root
-        known = set(root.state_dict().keys())
+        known = set(root.state_dict(keep_vars=True).keys())
         mine = self._names() & known
         wanted = self.own_names(checkpoint.names)
         parameters = dict(root.named_parameters(remove_duplicate=False))
@@ -113,7 +114,7 @@ class LocalModel:
 
     def own_names(self, names: Collection[str]) -> list[str]:
         """Gives the names of a ``state_dict`` that belong to this process's part."""
-        mine = self._names() & set(self._root.state_dict().keys())
+        mine = self._names() & set(self._root.state_dict(keep_vars=True).keys())
         return [name for name in names if name in mine]
 
     def trainable_names(self) -> tuple[str, ...]:
@@ -238,5 +239,5 @@ class LocalModel:
         buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
         mine = self._buffer_names()
         mine |= {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        others = root.state_dict().keys() - {name for name, _ in parameters} - buffers
+        others = root.state_dict(keep_vars=True).keys() - {name for name, _ in parameters} - buffers
         return mine | {name for name in others if self._has(name.rpartition(".")[0])}

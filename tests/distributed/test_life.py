@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +62,43 @@ def leave_open(rank: int, world: int, folder: str) -> None:
 def test_sites_that_close_nothing_end_with_the_interpreter(tmp_path: Path) -> None:
     results = run_ranks(leave_open, 2, args=(str(tmp_path),), rendezvous="none", timeout=60)
     assert [result.exit_code for result in results] == [0, 0]
+
+
+def look_elsewhere(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pd2.PipelineModule(
+        model, mse_loss, num_stages=2, num_microbatches=4, example_args=(X,)
+    ) as pipe:
+        other = model[1 - rank]
+        assert isinstance(other.weight, nn.Parameter)
+        assert (tuple(other.weight.shape), other.weight.numel(), other.weight.dtype) == (
+            (4, 4),
+            16,
+            torch.float32,
+        )
+        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 40
+        for read in (
+            lambda: other.weight.clone(),
+            lambda: other.weight.data,
+            lambda: other.weight.detach(),
+            lambda: float(other.bias.sum()),
+            lambda: other(X),
+            lambda: copy.deepcopy(model),
+            lambda: repr(other.weight),
+            model.state_dict,
+            lambda: torch.save(model, io.BytesIO()),
+            lambda: other.weight.tolist(),
+        ):
+            with pytest.raises(RuntimeError, match=r"of a stage in another process.*pipe\."):
+                read()
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        float(pipe.train_step(X, target=Y))
+        opt.step()
+        pipe.eval()(X)  # captured again
+        with pytest.raises(RuntimeError, match="in another process"):
+            other.weight.clone()
+        assert len(pipe.full_state_dict()) == (4 if rank == 0 else 0)
+
+
+def test_a_parameter_of_another_process_says_where_it_is() -> None:
+    run_ranks(look_elsewhere, 2, timeout=60)
