@@ -14,6 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import operator
 import types
 import zlib
@@ -105,11 +106,12 @@ class _Place:
     def __post_init__(self) -> None:
         two = (*self.keys, *self.keys[:1])  # of one key alone a getter gives no tuple
         get: Callable[[Any], Any] = operator.attrgetter(*two) if self.keys else copy.copy
-        if isinstance(self.holder, dict) and self.keys:
+        if (isinstance(self.holder, dict) and self.keys) or isinstance(self.holder, type):
             get = operator.itemgetter(*two)
         elif isinstance(self.holder, types.CellType):
             get = operator.attrgetter("cell_contents", "cell_contents")
-        self.get = functools.partial(get, self.holder)
+        held = vars(self.holder) if isinstance(self.holder, type) else self.holder
+        self.get = functools.partial(get, held)
         self.values = self.read()
 
     def read(self) -> dict[Any, _Value]:
@@ -174,21 +176,21 @@ class Watch:
 
     def _take(self, places: list[_Place]) -> None:
         self._getters: list[Callable[[], Any]]
-        self._values: list[Any]
         self._all = places
         self._told: set[tuple[str, _Value]] = set()
         compared = [place for place in places if not place.is_counted or place.holder]
-        self._containers = [place.holder for place in compared if not place.keys]
-        self._copies = list(map(copy.copy, self._containers))
-        self._getters, self._values = [], []
+        containers = [place.holder for place in compared if not place.keys]
+        self._views = [each.values() if isinstance(each, dict) else each for each in containers]
+        self._getters = []
         for place in compared:
             with contextlib.suppress(Exception):  # a property of the user's raises one
                 if place.keys:
-                    self._values.append(place.get())
+                    place.get()
                     self._getters.append(place.get)
-        self._dictionaries = [place.holder for place in places if place.is_counted]
-        self._dictionaries += map(vars, self._root.modules())
-        self._lengths = list(map(len, self._dictionaries))
+        self._values = list(self._now())
+        self._counted = [place.holder for place in places if place.is_counted] + containers
+        self._counted += map(vars, self._root.modules())
+        self._lengths = list(map(len, self._counted))
         self.state = self._followed = _state(places)
 
     def look(self, *, running: bool) -> bool:
@@ -227,14 +229,15 @@ class Watch:
     def _is_as_it_was(self) -> bool:
         if self._is_new:
             return False
-        try:  # loops of Python's own, in which identity comes first
-            return (
-                list(map(len, self._dictionaries)) == self._lengths
-                and [get() for get in self._getters] == self._values
-                and self._containers == self._copies
-            )
-        except Exception:  # a value is gone, or objects whose comparison is no bool have changed
+        try:  # loops of Python's own; to compare tensors would compute
+            same = list(map(len, self._counted)) == self._lengths
+            return same and all(map(operator.is_, self._now(), self._values))
+        except Exception:  # a value is gone
             return False
+
+    def _now(self) -> Iterator[Any]:
+        each = itertools.chain.from_iterable
+        return itertools.chain(each(get() for get in self._getters), each(self._views))
 
     def _refuse_late(self, changes: Iterable[_Change]) -> None:
         for place, name, old, new in changes:
@@ -399,15 +402,15 @@ class _Search:
                 must_stay=None if name else _HOOKS_OF_MODEL,
                 is_counted=True,
             )
-        yield from self._of_buffers(prefix, module, reads)
+        yield from self._of_buffers(prefix, module)
         for key in keys:
             if key not in reads.written:
                 yield from self._inside(f"{prefix}{key}", mine[key], reads.assigned, 0, True)
 
-    def _of_buffers(self, prefix: str, module: nn.Module, reads: Reads) -> Iterator[_Place]:
+    def _of_buffers(self, prefix: str, module: nn.Module) -> Iterator[_Place]:
         there = {key: each for key, each in module._buffers.items() if each is not None}
         kept = [key for key in there if f"{prefix}{key}" not in self._written]
-        kept = [key for key in kept if key not in reads.assigned | reads.written]
+        kept = [key for key in kept if key not in self._assigned | self._of_model.written]
         is_norm = isinstance(module, _NormBase)
         if not is_norm:  # a recompute puts others in the places of its statistics, for a while
             yield from _some(module._buffers, prefix, kept, is_program=False)
