@@ -321,6 +321,7 @@ def test_a_discarded_batch_leaves_no_trace() -> None:
         with pipe:
             failing = False
             losses = train(pipe, opt, range(6))
+            pipe.flush()
             failing = True
             with pytest.raises(pd2.errors.StageError, match="a bad batch"):
                 train(pipe, opt, range(6, 7), rows=6)
