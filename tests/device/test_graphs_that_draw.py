@@ -158,6 +158,7 @@ def test_a_discarded_batch_leaves_no_trace() -> None:
         with pipe:
             fails = False
             losses = train(pipe, opt, range(6))
+            pipe.flush()
             fails = True
             with pytest.raises(pd2.errors.StageError, match="a bad batch"):
                 train(pipe, opt, range(6, 7), rows=9)
