@@ -155,6 +155,8 @@ class Watch:
 
     Attributes:
         state: what captured programs depend on, when it was last looked at. It can be hashed.
+        digest: a number that is the same on ranks whose states have changed alike since the
+            beginning. What ranks begin with may differ: their own numbers, paths.
     """
 
     def __init__(
@@ -171,17 +173,18 @@ class Watch:
             _Search, root, list(functions), written, set(map(id, called)), is_recorded=is_recorded
         )
         self._is_new = True  # scripts define variables after they have made the pipeline
-        self._take(list(self._search().places()))
-        self._first, self._first_places = self.state, self._all  # whose holders stay alive
+        self._found: list[_Change] = []
+        self._first_places = list(self._search().places())  # whose holders stay alive
+        self._first = _state(self._first_places)
+        self._take(self._first_places)
 
     def _take(self, places: list[_Place]) -> None:
-        self._getters: list[Callable[[], Any]]
         self._all = places
         self._told: set[tuple[str, _Value]] = set()
         compared = [place for place in places if not place.is_counted or place.holder]
         containers = [place.holder for place in compared if not place.keys]
         self._views = [each.values() if isinstance(each, dict) else each for each in containers]
-        self._getters = []
+        self._getters: list[Callable[[], Any]] = []
         for place in compared:
             with contextlib.suppress(Exception):  # a property of the user's raises one
                 if place.keys:
@@ -191,7 +194,13 @@ class Watch:
         self._counted = [place.holder for place in places if place.is_counted] + containers
         self._counted += map(vars, self._root.modules())
         self._lengths = list(map(len, self._counted))
-        self.state = self._followed = _state(places)
+        self._followed = _state(places)
+        self._set_state(self._followed)
+
+    def _set_state(self, state: frozenset[tuple[int, str, _Value]]) -> None:
+        self.state = state
+        changed = sorted((name, str(value)) for _, name, value in state - self._first)
+        self.digest = zlib.crc32(repr(changed).encode()) if changed else 0
 
     def look(self, *, running: bool) -> bool:
         """Whether stages have to follow a change since the last :meth:`follow`.
@@ -203,20 +212,21 @@ class Watch:
             ValueError: they cannot follow it, or not at this time.
         """
         if self._is_as_it_was():
-            self.state = self._followed
+            if self.state is not self._followed:  # a change was undone
+                self._set_state(self._followed)
             return False
         self._is_new = False
         now = list(self._search().places())
-        changes = list(_changes(self._all, now))
-        for place, name, old, new in changes:
+        self._found = list(_changes(self._all, now))
+        for place, name, old, new in self._found:
             if place.must_stay is not None:
                 raise ValueError(f"{name} is {new}, it was {old}: {place.must_stay}")
             if place.module is not None:
                 self._refuse_weights(name, new.value)
         if running:
-            self._refuse_late(changes)
-        if any(place.is_program for place, *_ in changes):
-            self.state = _state(now)
+            self._refuse_late(self._found)
+        if any(place.is_program for place, *_ in self._found):
+            self._set_state(_state(now))
             return True
         self._take(now)
         return False
@@ -262,26 +272,16 @@ class Watch:
 
     def follow(self) -> dict[str, list[str]]:
         """Takes what is there for what was; gives the attributes that have changed, by module."""
-        now = list(self._search().places())
         changed: dict[str, list[str]] = {}
-        for place, name, _, _ in _changes(self._all, now):
+        for place, name, _, _ in self._found:
             if place.module is not None:
                 changed.setdefault(place.module, []).append(name.removeprefix(place.name))
-        self._take(now)
+        self._take(list(self._search().places()))
         return changed
 
     def names_of_changes(self) -> list[str]:
-        """What has changed since the last :meth:`follow`."""
-        return [name for _, name, _, _ in _changes(self._all, self._search().places())]
-
-    @property
-    def digest(self) -> int:
-        """A number that is the same on ranks whose states have changed alike since the beginning.
-
-        What ranks begin with may differ: their own numbers, paths.
-        """
-        changed = sorted((name, str(value)) for _, name, value in self.state - self._first)
-        return zlib.crc32(repr(changed).encode()) if changed else 0
+        """What :meth:`look` has found to have changed."""
+        return [name for _, name, _, _ in self._found]
 
 
 _MADE_ANEW = (
