@@ -58,13 +58,15 @@ def make(device: str, num_stages: int, **options: Any) -> Any:
 
 def returned_while_held(rank: int, device: str, schedule: str) -> tuple[int, int]:
     """How many train_steps return while a stage computes nothing, and how many inputs are kept."""
+    Held.gate = gate = threading.Event()  # the same on all ranks, as all that a model's code reads
+    gate.set()
     pipe, opt = make(device, 2, schedule=schedule, timeout=60.0)
     returned, seen = 0, []
     store = dist.distributed_c10d._get_default_store()
     inputs: list[weakref.ref[torch.Tensor]] = []
     with pipe:
         if rank == 1:
-            Held.gate = threading.Event()
+            gate.clear()
 
         def let_go() -> None:
             while returned < MOST_AHEAD:
@@ -73,8 +75,7 @@ def returned_while_held(rank: int, device: str, schedule: str) -> tuple[int, int
             seen.append((returned, sum(each() is not None for each in inputs)))
             store.set(f"{schedule}/{rank}", "")
             store.wait([f"{schedule}/{each}" for each in range(2)])
-            if Held.gate is not None:
-                Held.gate.set()
+            gate.set()
 
         watcher = threading.Thread(target=let_go)
         watcher.start()
