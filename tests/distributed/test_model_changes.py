@@ -10,24 +10,16 @@ from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from tests.runs.launch import run_ranks
-from tests.samples.changed_models import CHANGES, WIDTH, model_of, unsplit_losses
+from tests.samples.changed_models import CHANGES, batches, model_of, unsplit_losses
 
 M, NUM_BATCHES, AT = 2, 4, 2
 KINDS = ("number of the model", "number", "config", "hook", "model in eval mode", "statistics")
 HOW: dict[str, Any] = {"opaque": [False, True, False, True], "is_traced": True}
 
 
-def batches() -> list[Any]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(6, WIDTH, generator=generator), torch.randn(6, WIDTH, generator=generator))
-        for _ in range(NUM_BATCHES)
-    ]
-
-
 def train(kind: str, ranks: tuple[int, ...], rank: int, **options: Any) -> list[float] | str:
     """Losses, or the error's text; ``ranks`` are those that make the change."""
-    model, data = model_of(**HOW), batches()
+    model, data = model_of(**HOW), batches(NUM_BATCHES)
     with pd2.PipelineModule(
         model,
         mse_loss,
@@ -73,7 +65,7 @@ def test_a_change_on_all_ranks_is_followed(results: list[dict[str, Any]], kind: 
         for part in model.parts if t == AT else ():
             CHANGES[kind](part, model)
 
-    want = unsplit_losses(model, batches(), change, m=M, has_delay=True)
+    want = unsplit_losses(model, batches(NUM_BATCHES), change, m=M, has_delay=True)
     for result in results:
         assert result[kind] == pytest.approx(want, rel=1e-5)
 

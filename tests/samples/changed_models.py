@@ -165,6 +165,15 @@ CHANGES: dict[str, Callable[[Part, nn.Module], None]] = {
 }
 
 
+def batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Arguments and targets, six rows each, the same in every call."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(6, WIDTH, generator=generator), torch.randn(6, WIDTH, generator=generator))
+        for _ in range(number)
+    ]
+
+
 def unsplit_losses(
     model: nn.Module, batches: list[Any], change: Callable[[int], None], *, m: int, has_delay: bool
 ) -> list[float]:

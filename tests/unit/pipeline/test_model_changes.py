@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from tests.samples.changed_models import CHANGES, WIDTH, model_of, unsplit_losses
+from tests.samples.changed_models import CHANGES, WIDTH, batches, model_of, unsplit_losses
 
 NUM_BATCHES, M = 5, 2
 REFUSED = {
@@ -45,19 +45,11 @@ LATE = {
 """What must not change while batches are being computed, and what the error names."""
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(6, WIDTH, generator=generator), torch.randn(6, WIDTH, generator=generator))
-        for _ in range(NUM_BATCHES)
-    ]
-
-
 def losses_with(
     kind: str, part: int, at: int, *, flushes: bool, schedule: str, **model: Any
 ) -> tuple[list[float], list[float]]:
     """Losses of the pipeline and of the unsplit model, where batch ``at`` follows a change."""
-    data = batches()
+    data = batches(NUM_BATCHES)
     whole = model_of(**model)
     parts = whole.parts if model["is_traced"] else whole
 
@@ -154,7 +146,7 @@ def test_activations_that_a_hook_keeps_for_the_loss(layer: int, keeps: str) -> N
         return mse_loss(output, target) + 0.1 * kept["it"].square().mean()
 
     model[layer].register_forward_hook(keep)
-    (x, y), *_ = batches()
+    (x, y), *_ = batches(NUM_BATCHES)
     options: dict[str, Any] = {"num_stages": 2, "num_microbatches": M, "example_args": (x,)}
     if layer == 0:
         with pytest.raises(ValueError, match=r"a hook of module '0', on stage 0, and loss_fn both"):
@@ -169,7 +161,7 @@ def test_activations_that_a_hook_keeps_for_the_loss(layer: int, keeps: str) -> N
 
 
 def test_a_loss_that_reads_a_number_which_changes_is_refused_until_a_flush() -> None:
-    (x, y), *_ = batches()
+    (x, y), *_ = batches(NUM_BATCHES)
     beta = 1.0
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     with pd2.PipelineModule(
@@ -199,7 +191,7 @@ def test_update_bn_gives_the_statistics_of_the_unsplit_models_microbatches() -> 
             nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
         )
 
-    whole, data = model(), batches()
+    whole, data = model(), batches(NUM_BATCHES)
     parts = [part for x, _ in data for part in x.chunk(M)]
     torch.optim.swa_utils.update_bn(parts, whole)
     with pd2.PipelineModule(
@@ -215,7 +207,7 @@ def test_update_bn_gives_the_statistics_of_the_unsplit_models_microbatches() -> 
 
 
 def test_a_change_that_is_undone_before_a_batch_is_none() -> None:
-    (x, y), *_ = batches()
+    (x, y), *_ = batches(NUM_BATCHES)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
     with pd2.PipelineModule(
         model, mse_loss, num_stages=2, num_microbatches=M, example_args=(x,)
