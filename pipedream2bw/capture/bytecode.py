@@ -19,9 +19,7 @@ from torch.utils import _pytree as pytree
 from ..model.clone import copies_of_buffers, structural_clone
 from ..model.hooks import refuse_hooks
 from ..model.sources import sources_kept
-from ..model.surroundings import (
-    torch_reports_silenced,
-)
+from ..model.surroundings import torch_reports_silenced
 from ..model.trees import hides_tensors, opened
 from .arguments import CallSignature
 from .exporting import SpecializedError, example_of

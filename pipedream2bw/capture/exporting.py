@@ -20,10 +20,7 @@ from torch import fx, nn
 from ..model.added_loss import restore_added_losses
 from ..model.hooks import refuse_hooks
 from ..model.sources import sources_kept
-from ..model.surroundings import (
-    attribute_set,
-    torch_reports_silenced,
-)
+from ..model.surroundings import attribute_set, torch_reports_silenced
 from ..model.trees import tensors_in
 from .arguments import CallSignature
 from .own_program import note_changes

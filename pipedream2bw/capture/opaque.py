@@ -18,7 +18,7 @@ from torch.nn.utils import rnn
 from ..model.surroundings import attribute_set
 
 PACKING = (rnn.pack_padded_sequence, rnn.pad_packed_sequence)
-"""Those that scripts import by their names."""
+"""The functions that scripts import by their names."""
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class Ending:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was ended without a failure."""
+        """Whether the pipeline was ended without a failure."""
         return not self.is_open and not self.has_failed
 
     def check_open(self) -> None:

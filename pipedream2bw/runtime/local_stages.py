@@ -425,7 +425,7 @@ def _device_of_each(schedule: _C.Schedule, devices: Sequence[torch.device]) -> l
 
 
 def replicas_of_loss(grid: RankGrid, options: StageOptions) -> range:
-    """Those on whose rows this replica's loss is defined."""
+    """The replicas on whose rows this replica's loss is defined."""
     return range(grid.width) if options.is_one_batch else range(grid.replica, grid.replica + 1)
 
 

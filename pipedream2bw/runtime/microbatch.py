@@ -40,13 +40,13 @@ def microbatch_rows(rows: int, num_microbatches: int) -> list[int]:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of NumPy, which need not be installed."""
+    """Whether a value is an array of NumPy, which need not be installed."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def has_entries(node: Any) -> bool:
-    """Whether it has an entry for each row: a list without tensors, or a tuple of texts."""
+    """Whether a value has an entry for each row: a list without tensors, or a tuple of texts."""
     if type(node) is tuple:  # as torch's default_collate makes of texts
         return bool(node) and all(isinstance(entry, str) for entry in node)
     return type(node) is list and bool(node) and not any(map(_begins_with_tensor, node))
@@ -180,7 +180,7 @@ def _moved(tensor: torch.Tensor, streams: _C.StageStreams) -> torch.Tensor:
 
 
 _MOST_NUMBERS = 16
-"""Of a tensor, that are looked at to tell it from others."""
+"""The most numbers of a tensor that are looked at to tell it from others."""
 
 
 def hash_of_values(trees: Sequence[Any]) -> int:
