@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .replacing import items_in
+
 _WRITERS = frozenset(
     ("append", "add", "clear", "extend", "insert", "out", "pop", "setdefault", "update")
 )
@@ -48,7 +50,7 @@ class Reads:
 
     @classmethod
     def of(cls, functions: Iterable[tuple[str, Any]], others: Iterable[object] = ()) -> Reads:
-        """Of functions, methods, modules and objects that can be called, each with its name.
+        """What functions, methods, modules and other objects read when they are called.
 
         Args:
             others: objects that the functions may know and do not call.
@@ -61,7 +63,7 @@ class Reads:
 
     @classmethod
     def of_class(cls, kind: type[nn.Module]) -> Reads:
-        """Of the forward of a class of modules."""
+        """What the forward of a class of modules reads."""
         found = cls()
         found._classes.add(kind)
         found.names.add("forward")
@@ -112,6 +114,10 @@ class Reads:
                 self._classes.add(type(value))
             if called and not is_other:
                 self.names.update(("forward", "__call__"))
+
+    def items(self) -> list[tuple[str, Any]]:
+        """As :meth:`variables`, and what lists, tuples and dictionaries among them hold."""
+        return [(name, item) for name, value in self.variables() for item in items_in(value)]
 
     def variables(self) -> list[tuple[str, Any]]:
         """What the functions know, with names: objects, what they read of these, variables."""
@@ -169,7 +175,7 @@ def own_classes(kind: type) -> list[type]:
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether it was written by Python's, torch's or this package's authors."""
+    """Whether Python's, torch's or this package's authors wrote a function or a class."""
     return not is_own(str(getattr(value, "__module__", "")))
 
 

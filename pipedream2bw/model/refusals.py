@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from .hooks import has_hooks
 from .local_shards import is_dtensor
 from .reads import Reads
-from .replacing import replaced, tensors_in
+from .replacing import OF_EVERY_MODULE, tensors_in
 from .storages import bytes_of_storage, storage_of
 
 
@@ -53,13 +51,12 @@ def _refuse_loss(root: nn.Module, loss_fn: object) -> None:
     mine = {id(module): name for name, module in root.named_modules()}
     reads = Reads.of([("loss_fn", loss_fn)], root.modules())
 
-    def see(where: str, item: Any) -> Any:
+    for where, item in reads.items():
         if isinstance(item, nn.Module) and id(item) in mine:
             for name, module in item.named_modules(prefix=mine[id(item)]):
-                read = reads.names & Reads.of_class(type(module)).assigned
-                for attribute in sorted(read):
+                if read := reads.names & Reads.of_class(type(module)).assigned:
                     raise ValueError(
-                        f"loss_fn: it reads the attribute {attribute} of module {name!r}, which "
+                        f"loss_fn: it reads the attribute {min(read)} of module {name!r}, which "
                         "the module's forward assigns: stages call copies of the module. Return "
                         "the value with the model's output, or add a loss by pipedream2bw.add_loss"
                     )
@@ -78,10 +75,6 @@ def _refuse_loss(root: nn.Module, loss_fn: object) -> None:
                 f"loss_fn: {where} is trainable parameters of shape {list(item.shape)}, it must "
                 "have none: make them a part of the model"
             )
-        return item
-
-    for where, value in reads.variables():
-        replaced(value, functools.partial(see, where))
 
 
 def refuse_uncloneable(name: str, module: nn.Module) -> None:
@@ -230,12 +223,8 @@ def _other_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if _has_extent(buffer):
                 yield f"buffer {prefix}{name}", buffer
         for name, tensor in tensors_in(module):
-            if name not in _OF_EVERY_MODULE and name not in made_again and _has_extent(tensor):
+            if name not in OF_EVERY_MODULE and name not in made_again and _has_extent(tensor):
                 yield f"attribute {prefix}{name}", tensor
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Attributes in which nn.Module itself keeps parameters, buffers, modules and hooks."""
 
 
 def _has_extent(tensor: torch.Tensor) -> bool:

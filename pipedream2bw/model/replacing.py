@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes in which nn.Module itself keeps parameters, buffers, modules and hooks."""
+
 Replace = Callable[[Any], Any]
 """Returns what to put in the place of an item, or the item."""
 
@@ -60,21 +63,29 @@ def replace_tensors(
             vars(module)[name] = replaced(value, replace, in_place=True)
 
 
+def items_in(value: Any) -> list[Any]:
+    """Lists what :func:`replaced` would ask about: the value, or what it holds."""
+    found: list[Any] = []
+
+    def see(item: Any) -> Any:
+        found.append(item)
+        return item
+
+    replaced(value, see)
+    return found
+
+
 def tensors_in(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Lists the tensors that a module holds, each after the name of the attribute.
 
     These are the tensors that :func:`replace_tensors` replaces.
     """
-    found: list[tuple[str, torch.Tensor]] = []
-    for name, value in attributes_of(module):
-
-        def see(item: Any, name: str = name) -> Any:
-            if isinstance(item, torch.Tensor):
-                found.append((name, item))
-            return item
-
-        replaced(value, see)
-    return found
+    return [
+        (name, item)
+        for name, value in attributes_of(module)
+        for item in items_in(value)
+        if isinstance(item, torch.Tensor)
+    ]
 
 
 def attributes_of(module: nn.Module) -> list[tuple[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .reads import Reads, bound, is_own
-from .replacing import attributes_of, replaced
+from .replacing import attributes_of, items_in
 
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")
 
@@ -53,15 +53,17 @@ class Sources:
         for name, module in root.named_modules():
             for key, value in attributes_of(module):
                 place = f"{name}.{key}" if name else key
-                replaced(value, functools.partial(self._add, place))
+                for item in items_in(value):
+                    self._add(place, item)
                 functions += [(place, value)] if isinstance(value, types.FunctionType) else []
         of_classes = map(Reads.of_class, {type(module) for module in root.modules()})
         for (_, name), holder in Reads.joined([*of_classes, Reads.of(functions)]).bindings.items():
-            replaced(bound(holder, name), functools.partial(self._add, name))
+            for item in items_in(bound(holder, name)):
+                self._add(name, item)
             if isinstance(holder, dict):
                 self.known.append((holder, name))
 
-    def _add(self, name: str, item: Any) -> Any:
+    def _add(self, name: str, item: Any) -> None:
         numpy = sys.modules.get("numpy")
         if isinstance(item, random.Random) and not isinstance(item, random.SystemRandom):
             self._generators.append((name, item.getstate, item.setstate))
@@ -74,7 +76,6 @@ class Sources:
             bits = item.bit_generator
             put = functools.partial(setattr, bits, "state")
             self._generators.append((name, lambda: bits.state, put))
-        return item
 
     def now(self) -> list[Any]:
         """The states of the generators, and how often something else was read."""

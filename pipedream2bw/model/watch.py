@@ -26,19 +26,19 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .hooks import hooks_of
-from .reads import Reads, bound, is_foreign, own_classes
-from .replacing import replaced
+from .reads import Reads, bound, is_foreign, is_own, own_classes
+from .replacing import OF_EVERY_MODULE, items_in
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
 _CONTAINERS = (list, dict, set, tuple, collections.OrderedDict, collections.defaultdict)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
+_OF_EVERY_MODULE = OF_EVERY_MODULE - {"training", "_is_full_backward_hook"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WRITTEN_BY_SAVING = {"dtype"}
 """What transformers' save_pretrained() writes into a configuration, on the rank that calls it."""
 _MOST_ITEMS = 64
-"""Of a list, a dictionary or a set that is looked into."""
+"""A list, a dictionary or a set of more items is compared as one object."""
 _DEEPEST = 3
 """How many objects and containers inside one another are looked into."""
 
@@ -262,13 +262,9 @@ class Watch:
 
     def _refuse_weights(self, name: str, value: Any) -> None:
         mine = {*map(id, self._root.modules()), *map(id, self._root.parameters())}
-
-        def see(item: Any) -> Any:
+        for item in items_in(value):
             if isinstance(item, (nn.Module, nn.Parameter)) and id(item) not in mine:
                 raise ValueError(f"{name} holds a new {type(item).__name__}: {_MADE_ANEW}")
-            return item
-
-        replaced(value, see)
 
     def follow(self) -> dict[str, list[str]]:
         """Takes what is there for what was; gives the attributes that have changed, by module."""
@@ -460,7 +456,7 @@ class _Search:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 inner += [(f"{name}[{key!r}]", item) for key, item in items]
         elif isinstance(value, types.ModuleType):
-            if not is_foreign(types.SimpleNamespace(__module__=value.__name__)):
+            if is_own(value.__name__):
                 keys = [k for k, v in vars(value).items() if isinstance(v, _PLAIN)]
                 keys = [k for k in keys if k in self._names and not k.startswith("__")]
                 yield from _some(value, f"{name}.", keys, is_program)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from ..model.reads import Reads
-from ..model.replacing import replaced
 from ..ranks.operations import Announcement, Operation
 from ..rules import check_values, refuse, settings
 from ..runtime.extension import HOOKS, Extension, check_extensions, saved_by
@@ -183,19 +181,14 @@ def _check_own_ways(session: Session, optimizer: torch.optim.Optimizer) -> None:
     known |= {id(m): f"module {n or 'itself'}" for n, m in session.root.named_modules()}
     known |= {id(p): f"parameter {n}" for n, p in session.root.named_parameters()}
 
-    def see(where: str, item: Any) -> Any:
+    hooks = [("the hook", hook) for hook in step_hooks(optimizer)]
+    for where, item in Reads.of(hooks).items():
         if id(item) in known:
             raise ValueError(
                 f"a hook of {name}.step knows {known[id(item)]} of the model ({where}): each stage "
                 "calls the hook when it has stepped its own parameters, and others may be being "
                 "computed with. Use the param_groups of the optimizer that the hook is given"
             )
-        return item
-
-    for where, value in Reads.of(
-        [("the hook", hook) for hook in step_hooks(optimizer)]
-    ).variables():
-        replaced(value, functools.partial(see, where))
 
 
 def _required_arguments(optimizer: torch.optim.Optimizer) -> list[str]:
