@@ -16,6 +16,7 @@ AT_IMPORT = {
     "torch.Tensor._make_wrapper_subclass": "gradient guards stand for gradients of the engine's",
     "torch.Tensor._version": "finds writes in place: recomputation, captures, guards",
     "torch.UntypedStorage._cdata": "tells storages apart, also those of fake tensors",
+    "torch._C.DisableTorchFunctionSubclass": "parameters of stages that another process runs",
     "torch._C.Future": "what gradient hooks may give",
     "torch._C._autograd": "where torch keeps what follows",
     "torch._C._current_graph_task_id": "whether a backward runs in this thread",
