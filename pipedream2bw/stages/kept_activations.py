@@ -24,25 +24,29 @@ def refuse_kept_activations(mode: Mode, root: nn.Module, loss_fn: Callable[..., 
     hooked = {name: hooks for name, m in root.named_modules() if (hooks := list(hooks_of(m)))}
     if not hooked:
         return
-    known = {id(v): name for name, v in _variables("loss_fn", loss_fn, root) if _can_change(v)}
+    of_loss = Reads.of([("loss_fn", loss_fn)], root.modules()).variables()
+    known = {id(value): name for name, value in of_loss if _can_change(value)}
+    for name, hooks in hooked.items():
+        of_hooks = Reads.of([("hook", hook) for hook in hooks], root.modules()).variables()
+        both = [known[id(value)] for _, value in of_hooks if id(value) in known]
+        stage = _earlier_stage(mode, name) if both else None
+        if stage is not None:
+            raise ValueError(
+                f"a hook of module {name!r}, on stage {stage}, and loss_fn both know {both[0]}: "
+                f"loss_fn runs on stage {len(mode.programs) - 1}, for another microbatch. Return "
+                "the activation with the model's output, or add a loss of it by "
+                "pipedream2bw.add_loss"
+            )
+
+
+def _earlier_stage(mode: Mode, name: str) -> int | None:
+    """The first stage before the last one that calls the module; None: none does."""
     for program in mode.programs[:-1]:
-        nodes = [mode.captured.layer_nodes[index] for index in program.layers]
-        around = {name for node in nodes for name in (*modules_around(node), layer_name(node))}
-        for name, hooks in hooked.items():
-            inside = any(name == each or name.startswith(f"{each}.") for each in around)
-            for _, value in _variables("hook", hooks, root) if inside else ():
-                if id(value) in known:
-                    raise ValueError(
-                        f"a hook of module {name!r}, on stage {program.index}, and loss_fn both "
-                        f"know {known[id(value)]}: loss_fn runs on stage {len(mode.programs) - 1}, "
-                        "for another microbatch. Return the activation with the model's output, "
-                        "or add a loss of it by pipedream2bw.add_loss"
-                    )
-
-
-def _variables(name: str, functions: Any, root: nn.Module) -> list[tuple[str, Any]]:
-    each = functions if isinstance(functions, list) else [functions]
-    return Reads.of([(name, function) for function in each], root.modules()).variables()
+        for node in (mode.captured.layer_nodes[index] for index in program.layers):
+            around = (*modules_around(node), layer_name(node))
+            if any(name == each or name.startswith(f"{each}.") for each in around):
+                return program.index
+    return None
 
 
 def _can_change(value: Any) -> bool:
