@@ -198,9 +198,7 @@ def wrong_batches(rank: int, world: int, mistakes: bool) -> dict[str, Any]:
         if not mistakes or rank == 0:
             optimizer.step()
     state = dict(pipe.full_state_dict())
-    mistake(
-        "load", lambda: pipe.load_state_dict({} if rank == 1 else pipe.session.root.state_dict())
-    )
+    mistake("load", lambda: pipe.load_state_dict({} if rank == 1 else state))
     outcomes["losses"] = [float(loss) for loss in reversed(losses)]
     outcomes["state"] = {name: value.tolist() for name, value in state.items()}
     pipe.close()

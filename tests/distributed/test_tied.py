@@ -106,6 +106,7 @@ def own_names_and_states(width: int) -> None:
     batches = task.batches([2 * m] * 6)
     rank = torch.distributed.get_rank()
     model = task.model(seed=1 + rank)
+    names_of_model = model.state_dict().keys()
     ends = rank % p in (0, p - 1)
     for make in (ByWhole, lambda ps: torch.optim.AdamW(ps, lr=0.01)):
         with make_pipeline(task, p, m, batches[0], width=width, model=model) as pipe:
@@ -121,7 +122,7 @@ def own_names_and_states(width: int) -> None:
             moments = copy.deepcopy(opt.state_dict())
             box = [pipe.full_state_dict()]
             torch.distributed.broadcast_object_list(box)
-            assert box[0].keys() == model.state_dict().keys()
+            assert box[0].keys() == names_of_model
             pipe.load_state_dict(box[0])
             for batch in batches[3:]:
                 pipe.train_step(*batch.args, target=batch.target)

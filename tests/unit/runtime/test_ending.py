@@ -278,7 +278,6 @@ def run(folder: Path, script: str, *, fails: bool = False) -> RankResult:
             """,
             id="forwards-wait-for-later-batches",
         ),
-        pytest.param("loss = train(); del pipe, opt, train", id="dropped-loss-kept"),
         pytest.param(
             """
             cell = {'pipe': pipe, 'opt': opt, 'X': X, 'Y': Y}
@@ -296,6 +295,14 @@ def run(folder: Path, script: str, *, fails: bool = False) -> RankResult:
 )
 def test_the_interpreter_exits_silently(script: str, tmp_path: Path) -> None:
     assert run(tmp_path, script).stderr == ""
+
+
+def test_a_pipeline_dropped_with_work_left_warns_once_and_its_kept_loss_ends(
+    tmp_path: Path,
+) -> None:
+    said = run(tmp_path, "loss = train(); del pipe, opt, train").stderr
+    assert said.count("dropped before its last train_steps were finished") == 1
+    assert "Traceback" not in said
 
 
 INTERRUPTED = -2
