@@ -180,7 +180,7 @@ gradient_dtype: given, precision: not 'bf16' |
     => give that, or leave out gradient_dtype
 autocast: given, device: without autocast |
     torch has none there => give precision= in place of it
-update_slots: given, schedule: of another delay than 1 |
+update_slots: given, schedule: of several delays or above 1 |
     an update is hidden behind forwards that are a batch late => choose '2bw_fresh', or such a one
 update_slots: given, late forwards of one's own: True |
     the schedule states which forwards are late => leave out one of them

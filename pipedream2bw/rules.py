@@ -179,8 +179,9 @@ KNOWN: Mapping[str, Callable[[Any], bool]] = {
     "a function": callable,
     "of two pipelines": lambda schedule: schedule.num_pipelines > 1,
     "of several delays": lambda schedule: not schedule.has_one_delay,
-    "without a delay": lambda schedule: not any(schedule.delay),
-    "of another delay than 1": lambda schedule: set(schedule.delay) != {1},
+    "of several delays or above 1": lambda schedule: (
+        not schedule.has_one_delay or schedule.delay[0] > 1
+    ),
     "of another type than cpu": lambda device: device.type != "cpu",
     "some": bool,
 }

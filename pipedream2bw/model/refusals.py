@@ -13,7 +13,7 @@ from .hooks import has_hooks
 from .local_shards import is_dtensor
 from .reads import Reads
 from .replacing import OF_EVERY_MODULE, tensors_in
-from .storages import bytes_of_storage, storage_of
+from .storages import ParameterElsewhere, bytes_of_storage, storage_of
 
 
 def refuse_untrainable(root: nn.Module, loss_fn: object = None) -> None:
@@ -94,7 +94,14 @@ def refuse_uncloneable(name: str, module: nn.Module) -> None:
 
 
 def refuse_valueless(root: nn.Module) -> None:
-    """Raises ValueError if a tensor is on meta whose values no checkpoint can have."""
+    """Raises ValueError if a tensor has no values here, and no checkpoint can have them."""
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, ParameterElsewhere):
+            raise ValueError(
+                f"parameter {name}: a pipeline had it in another process, and its values are not "
+                "here. To make a pipeline again, make the model anew and load what "
+                "full_state_dict() gave"
+            )
     registered = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
     in_checkpoints = {id(tensor) for tensor in root.state_dict(keep_vars=True).values()}
     how = "make the model by pipedream2bw.deferred_init(), which knows how tensors are initialised"

@@ -36,7 +36,7 @@ def agreed_session_of(
         check_values(OptimizerOptions, vars(options))
         extensions = options.all_extensions()
         check_extensions(extensions)
-        given = {**vars(options), "staleness": Remedies(options.staleness)}
+        given = {**vars(options), "staleness": remedies_of(session, options)}
         _check_rules(session, optimizers, given, list(extensions.values()))
         _check_late_forwards(session, options)
         tied = session.stages.joint_updates.tied
@@ -59,6 +59,11 @@ def agreed_session_of(
         session.agree(Operation.new_optimizer, session.num_train_steps, announce)
         session.control.together(lambda: None, same=lambda _: _settings(optimizers, options))
     return session
+
+
+def remedies_of(session: Session, options: OptimizerOptions) -> Remedies:
+    """The remedies for the schedule's delay; none where it has none."""
+    return Remedies(options.staleness if any(session.schedule.delay) else ())
 
 
 def _check_late_forwards(session: Session, options: OptimizerOptions) -> None:

@@ -15,7 +15,8 @@ from ..runtime.comm_hook import check_hooks
 from ..runtime.extension import OPTIMIZER, Extension, Update
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
-from .checks import agreed_session_of, common_defaults
+from ..schedules.load import warn_without_delay
+from .checks import agreed_session_of, common_defaults, remedies_of
 from .clipping import GradNorm, install_clipping
 from .fused import fused_options, set_fused
 from .late_forwards import LateForwards
@@ -23,7 +24,7 @@ from .loss_scale import LossScale, NewestScale
 from .options import OptimizerOptions
 from .own_step import changes, keep_from_zeroing, steps_in
 from .saved_state import SavedState
-from .staleness import Remedies, Remedy, warn_of_delay
+from .staleness import Remedy, warn_of_delay
 from .state_by_name import OptimizerSnapshot, SharedState, StateByName
 from .step_remedies import StepRemedies
 from .wrapped import Wrapped
@@ -87,7 +88,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             **{name: given[name] for name in OptimizerOptions.__annotations__}
         )
         session = agreed_session_of(optimizers, options)
-        remedies = Remedies(staleness)
+        remedies = remedies_of(session, options)
         self._session, self._shard_state = session, shard_state
         self._step_remedies = StepRemedies(
             remedies, session.schedule.delay, session.stages.options.pipeline.warmup_batches
@@ -129,6 +130,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         with session.ending.failing_closes():
             for extension in given_extensions:
                 extension.join(session)
+        warn_without_delay(session.schedule, session.grid.rank, {"staleness": staleness}, 2)
         warn_of_delay(session, optimizers, remedies, stacklevel=2)
 
     def _take_over(self, weights: StageWeights) -> None:

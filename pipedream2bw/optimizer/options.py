@@ -105,9 +105,7 @@ loss_scale: given, 'tp' of the mesh: above 1 |
 loss_scale: given, schedule: of several delays |
     all stages must read one version, whose scale the loss is multiplied by
     => choose a schedule of one delay
-staleness: some, schedule: without a delay |
-    a remedy needs a schedule with a delay => such as '2bw'
-staleness: a correction, schedule: of another delay than 1 |
+staleness: a correction, schedule: of several delays or above 1 |
     it corrects a delay of 1 on every stage
     => choose such a schedule, or a LearningRateDiscount
 staleness: a discount, schedule: of several delays, tied parameters: some |

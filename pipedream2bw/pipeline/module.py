@@ -32,6 +32,7 @@ from ..runtime.microbatch import Microbatch
 from ..runtime.stage_memory import MemoryReport, memory_of
 from ..runtime.step_data import StepArguments
 from ..runtime.timeline import Timeline, recording
+from ..schedules.load import warn_without_delay
 from .opening import open_session
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ class PipelineModule(nn.Module):
             arrange = functools.partial(arrange_as_planned, model, loss_fn, options)
         session = open_session(model, loss_fn, options, arrange)
         super().__init__()
+        idle = {"update_slots": update_slots, "warmup_batches": warmup_batches}
+        warn_without_delay(session.schedule, session.grid.rank, idle, 2)
         self.session = session
         self._hooks: CommHooks | None = None
 

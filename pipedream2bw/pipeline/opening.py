@@ -144,12 +144,12 @@ def check(
     schedule = max(schedules, key=lambda each: each.num_microbatches)
     recompute, blocks = what_to_recompute(arrangement.recompute, schedule)
     root = as_root(model)
+    refuse_valueless(root)
     refuse_untrainable(root, loss_fn)
     example = (tuple(options.example_args), dict(options.example_kwargs or {}))
-    refuse_valueless(root)
     home = home_of(root, example)
     devices = _stage_devices(options.devices, schedule.depth, home)
-    update_slots = options.update_slots
+    update_slots = options.update_slots if any(schedule.delay) else None
     if update_slots is None and arrangement.is_fresh:
         update_slots = 1
     facts = {

@@ -181,7 +181,9 @@ class Accumulation:
         outside = " outside no_sync()" if self._held else ""
         return (
             f"opt.step(): {calls} calls for {self._counted} train_steps{held}: exactly one call of "
-            f"PipelineOptimizer.step() must follow {each}{outside}"
+            f"PipelineOptimizer.step() must follow {each}{outside}. To leave out a batch, call "
+            "pipe.discard_batch(). For several train_steps a step, give accumulate=, or use "
+            "pipe.no_sync()"
         )
 
 

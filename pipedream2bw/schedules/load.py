@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import _C
@@ -59,6 +60,25 @@ def check_room(slots: int, late: Sequence[int], num_microbatches: int) -> None:
             f"update_slots: {slots}, num_microbatches: {num_microbatches}: {max(late)} forwards of "
             f"a batch would be late on stage {list(late).index(max(late))}, and all are under 2bw. "
             f"Give num_microbatches={max(late)} or more, or fewer slots"
+        )
+
+
+def warn_without_delay(
+    schedule: Schedule, rank: int, options: Mapping[str, object], stacklevel: int
+) -> None:
+    """Warns on rank 0 of options for the delay that were given to a schedule without one.
+
+    So one word changes the schedule of a script.
+
+    Args:
+        stacklevel: of the caller, as ``warnings.warn`` counts.
+    """
+    given = [f"{name}: {value}" for name, value in options.items() if value]
+    if given and rank == 0 and not any(schedule.delay):
+        warnings.warn(
+            f'{", ".join(given)}, schedule: "{schedule.name}": without a delay this does nothing. '
+            'Leave it out, or choose a schedule with a delay, such as "2bw"',
+            stacklevel=stacklevel + 1,
         )
 
 

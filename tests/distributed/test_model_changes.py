@@ -44,10 +44,34 @@ def train(kind: str, ranks: tuple[int, ...], rank: int, **options: Any) -> list[
         return [float(loss) for loss in losses]
 
 
+def read_elsewhere(rank: int) -> dict[str, str]:
+    """What is said of parameters of a stage that another process has."""
+    model, data = model_of(**HOW), batches(1)
+    said = {}
+
+    def make() -> pd2.PipelineModule:
+        return pd2.PipelineModule(
+            model, mse_loss, num_stages=2, num_microbatches=M, example_args=data[0][:1]
+        )
+
+    with make() as pipe:
+        own = {name for name, _ in pipe.named_parameters()}
+        for name, parameter in model.named_parameters():
+            if name not in own:
+                assert parameter.numel() == parameter.shape.numel()
+                with pytest.raises(RuntimeError) as caught:
+                    parameter.sum()
+                said["a value"] = str(caught.value)
+    with pytest.raises(ValueError, match="make the model anew") as again:
+        make()
+    return {**said, "again": str(again.value)}
+
+
 def work(rank: int, world_size: int) -> dict[str, Any]:
     return {
         **{kind: train(kind, (0, 1), rank) for kind in KINDS},
         "on one rank": train("number", (1,), rank),
+        "elsewhere": read_elsewhere(rank),
     }
 
 
@@ -74,3 +98,12 @@ def test_a_change_on_all_ranks_is_followed(results: list[dict[str, Any]], kind: 
 def test_a_change_on_one_rank_is_refused_on_all(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert "the model on rank 1 has other attributes" in result["on one rank"]
+
+
+@pytest.mark.slow
+def test_parameters_elsewhere_tell_that_they_have_no_values(
+    results: list[dict[str, Any]],
+) -> None:
+    for result in results:
+        assert "whose values are not here" in result["elsewhere"]["a value"]
+        assert "a pipeline had it in another process" in result["elsewhere"]["again"]

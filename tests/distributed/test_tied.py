@@ -105,10 +105,10 @@ def own_names_and_states(width: int) -> None:
     m = p
     batches = task.batches([2 * m] * 6)
     rank = torch.distributed.get_rank()
-    model = task.model(seed=1 + rank)
-    names_of_model = model.state_dict().keys()
     ends = rank % p in (0, p - 1)
     for make in (ByWhole, lambda ps: torch.optim.AdamW(ps, lr=0.01)):
+        model = task.model(seed=1 + rank)
+        names_of_model = model.state_dict().keys()
         with make_pipeline(task, p, m, batches[0], width=width, model=model) as pipe:
             assert_copies_equal(pipe)
             names = [name for name, _ in pipe.named_parameters()]
