@@ -68,6 +68,7 @@ void bind_schedule_class(py::module_& module) {
       .def("max_in_flight", &max_in_flight, py::arg("stage"))
       .def("update_order", &update_order, py::arg("rank"))
       .def_property_readonly("has_one_delay", &Schedule::has_one_delay)
+      .def_property_readonly("splits_backward", &Schedule::splits_backward)
       .def_property_readonly("most_batches_behind", &most_batches_behind)
       .def("to_csv", &to_csv)
       .def(py::self == py::self)

@@ -245,13 +245,13 @@ class LocalStages:
         firsts = range(0, self.grid.num_stages, d)
         channels.make([(first + a, first + b) for first in firsts for a, b in mode.edges()])
         self.joint_updates.connect(mode.wiring, mode.edges())
-        options = self.options.compile_options
+        options, splits = self.options.compile_options, self.schedule.splits_backward
         for stage in self._stages:
             here = stage.index
             program = mode.programs[here % d]
             functions = stage.weights.bind(program)
             stage.bound[mode.wiring] = BoundProgram.of(
-                program, [compiled(function, options) for function in functions]
+                program, [compiled(each, options, splits_backward=splits) for each in functions]
             )
             first = here - here % d
             producers = [first + producer for producer in sorted(program.receives)]

@@ -52,11 +52,10 @@ def written_as_blocks(block_of: Mapping[fx.Node, str]) -> Write:
             if block is None:
                 yield from writer.statements(members, last_use)
             else:
-                runner = Attribute("made", block, functools.partial(Block, block))
-                function = f"block{next(numbers)}"
-                yield from _block(
-                    writer, list(members), last_use, function, writer.add_attribute(runner)
-                )
+                inside = list(members)
+                make = functools.partial(Block, block, writer.attributes_of(inside))
+                runner = writer.add_attribute(Attribute("made", block, make))
+                yield from _block(writer, inside, last_use, f"block{next(numbers)}", runner)
 
     return write
 

@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils._pytree import tree_unflatten
 
 from .. import _C
-from ..capture.attribute import Attribute
+from ..capture.attribute import Attribute, nodes_with_attributes
 
 StageFunction = Callable[[Sequence[Any]], list[Any]]
 
@@ -211,6 +211,11 @@ class Writer:
             if attribute.kind == "buffer"
             else name
         )
+
+    def attributes_of(self, nodes: Iterable[fx.Node]) -> list[Attribute]:
+        """What the nodes refer to in the model."""
+        referring = itertools.chain.from_iterable(map(nodes_with_attributes, nodes))
+        return [self._attribute_of(node) for node in dict.fromkeys(referring)]
 
     def add_attribute(self, attribute: Attribute) -> str:
         """The name of an attribute; what is made for the stage is made for each place anew."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._functorch import config
 
 from .codegen import StageFunction
 
@@ -25,14 +26,29 @@ def compile_options(compile: bool | Mapping[str, Any], device: torch.device) -> 
     return {"backend": "inductor", **options}
 
 
-def compiled(function: StageFunction, options: Mapping[str, Any]) -> StageFunction:
+def compiled(
+    function: StageFunction, options: Mapping[str, Any], *, splits_backward: bool
+) -> StageFunction:
     """Returns the function compiled, at its first call; without options the function itself.
+
+    Where backwards are split, graphs are kept for the second half, and what they saved is not given
+    to the first (torch's donated buffers).
 
     The functions of a stage's weight slots have one code object and differ in the parameters that
     they are bound to. torch.compile treats parameters as inputs, so all slots share one
     compilation.
     """
-    return torch.compile(function, **options) if options else function
+    if not options:
+        return function
+    made: StageFunction = torch.compile(function, **options)
+    if not splits_backward:
+        return made
+
+    def without_donated_buffers(*args: Any) -> Any:
+        config.donated_buffer = False  # each thread's own; the process's in older releases
+        return made(*args)
+
+    return without_donated_buffers
 
 
 def _check_compiler() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import _C
+from ..capture.attribute import Attribute
 from ..capture.saved_bytes import count_as_saved
 
 BufferPlaces = Callable[[], Sequence[tuple[dict[str, Any], str]]]
@@ -138,13 +139,20 @@ class Block:
     """Runs a part of a stage of which only the inputs are kept, and runs it again for its backward.
 
     This is torch.utils.checkpoint with the buffers of a :class:`Replayer`.
+
+    Args:
+        name: the named module.
+        attributes: what the part refers to, as other stages may run the rest of the module.
     """
 
-    def __init__(self, name: str, root: nn.Module) -> None:
+    def __init__(self, name: str, attributes: Sequence[Attribute], root: nn.Module) -> None:
         self._name = name
-        modules = list(root.get_submodule(name).modules())
+        called = [each.found_in(root) for each in attributes if each.kind == "module"]
+        modules = dict.fromkeys(module for each in called for module in each.modules())
+        read = [each.target.rpartition(".") for each in attributes if each.kind == "buffer"]
+        own = [(root.get_submodule(owner)._buffers, leaf) for owner, _, leaf in read]
         self._replayer = Replayer(
-            lambda: [(module._buffers, leaf) for module in modules for leaf in module._buffers],
+            lambda: [*own, *((each._buffers, leaf) for each in modules for leaf in each._buffers)]
         )
 
     def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:

@@ -151,6 +151,15 @@ struct Schedule {
     const auto place = static_cast<int>(microbatch % num_microbatches);
     return delay_of(stage, place < 0 ? place + num_microbatches : place);
   }
+  // Whether any backward has its two halves one after the other.
+  bool splits_backward() const {
+    const auto is_half = [](const Action& action) { return action.kind == ActionKind::kInputGrad; };
+    return std::ranges::any_of(ranks, [&](const RankActions& rank) {
+      return std::ranges::any_of(rank.prologue, is_half) ||
+             std::ranges::any_of(rank.steady, is_half) ||
+             std::ranges::any_of(rank.epilogue, is_half);
+    });
+  }
   bool is_first(int stage) const { return stage % depth() == 0; }
   bool is_last(int stage) const { return stage % depth() == depth() - 1; }
   int pipeline(int stage) const { return stage / depth(); }

@@ -11,6 +11,7 @@
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <algorithm>
 #include <array>
@@ -179,7 +180,7 @@ class DrawingOperator : public c10::OperatorKernel {
     ThisThread& here = this_thread;
     const auto next = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
     // A fake tensor's, or another one's that will call operators of its own.
-    const bool is_fake = keys.has(c10::DispatchKey::Python);
+    const bool is_fake = keys.has(c10::DispatchKey::Python) && !is_modes(*stack);
     const bool begins = !here.in_draw && (here.place || shared_place()) && draws(*stack) &&
                         (!is_fake || here.options.counts_fakes);
     if (!begins && !here.in_draw) {
@@ -263,19 +264,43 @@ class DrawingOperator : public c10::OperatorKernel {
     return given.isNone();
   }
 
+  // Whether Python code of modes alone will see the call, as under selective checkpoints. What it
+  // calls does not come here: the draw is this call's. A tensor's own code, and modes that trace,
+  // compute nothing by themselves.
+  bool is_modes(Arguments& stack) const {
+    using Modes = c10::impl::TorchDispatchModeTLS;
+    using Key = c10::impl::TorchDispatchModeKey;
+    const auto is_python = [](const at::Tensor& tensor) {
+      return tensor.defined() && tensor.key_set().has(c10::DispatchKey::Python);
+    };
+    for (std::size_t i = 0; i < num_arguments_; ++i) {
+      const c10::IValue& value = argument(stack, i);
+      if ((value.isTensor() && is_python(value.toTensor())) ||
+          (value.isTensorList() && std::ranges::any_of(value.toTensorVector(), is_python))) {
+        return false;
+      }
+    }
+    return std::ranges::none_of(std::array{Key::FAKE, Key::PROXY, Key::FUNCTIONAL},
+                                [](Key key) { return Modes::get_mode(key).has_value(); });
+  }
+
   // The device whose tensors the operator uses; none of factory calls, which have no device's key
-  // and call others with their output.
+  // and call others with their output. Under a mode theirs is the one that they name.
   std::optional<c10::Device> device_of(c10::DispatchKeySet keys, Arguments& stack) const {
     if (keys.has(c10::DispatchKey::CPU)) {
       return c10::Device(c10::kCPU);
     }
+    const bool under_mode = keys.has(c10::DispatchKey::Python);
     for (std::size_t i = 0; i < num_arguments_; ++i) {
       const c10::IValue& value = argument(stack, i);
       if (value.isTensor() && has_streams(value.toTensor().device())) {
         return value.toTensor().device();
       }
+      if (under_mode && value.isDevice()) {
+        return value.toDevice();
+      }
     }
-    return std::nullopt;
+    return under_mode ? std::optional(c10::Device(c10::kCPU)) : std::nullopt;
   }
 
   // Gives an operator with a Generator argument this thread's generator; returns the device where
@@ -289,6 +314,11 @@ class DrawingOperator : public c10::OperatorKernel {
     PD2_CHECK(!here.recorded || (repeats_in_graphs_ && *device == here.of_draw.device()), name_,
               kNotAgain);
     if (!generator_) {
+      PD2_CHECK(
+          !device->is_cpu() || !keys.has(c10::DispatchKey::Python), name_,
+          " takes no generator, which draws under a dispatch mode (as of a selective "
+          "checkpoint) must. Draw outside of it, or fill a tensor (x.normal_(), x.uniform_()), "
+          "or give random='torch'");
       return here.seed && !device->is_cpu() ? device : std::nullopt;
     }
     if (argument(stack, *generator_).isNone()) {

@@ -2,14 +2,11 @@
 
 #include "engine/gradients/grad_accumulator.h"
 
-#include <c10/util/Type.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 
 #include <algorithm>
-#include <array>
-#include <string>
-#include <string_view>
 #include <typeindex>
 #include <unordered_map>
 #include <unordered_set>
@@ -23,22 +20,38 @@ using torch::autograd::variable_list;
 
 namespace {
 
+// Whether an operator saved its tensors as they are. What hooks give back, such as those of a
+// checkpoint, costs a forward each time, and a selective checkpoint gives it once.
+template <typename Kind, auto... saved>
+bool saved_plainly(const Node& node) {
+  const auto& of_kind = static_cast<const Kind&>(node);
+  return !((of_kind.*saved).has_hooks() || ...);
+}
+
 // Operators whose weight gradients cost as much as their input gradients, or have no input gradient
 // at all, and whose backward computes each gradient by itself, only if it is needed.
 bool is_deferrable(const Node& node) {
-  static thread_local std::unordered_map<std::type_index, bool> known;
-  const auto [place, is_new] = known.try_emplace(typeid(node), false);
-  if (is_new) {
-    // The type's name: a Python node's name() would take the GIL.
-    const std::string name = c10::demangle(typeid(node).name());
-    constexpr std::array<std::string_view, 8> kNames = {
-        "::AddmmBackward0",     "::MmBackward0",          "::BmmBackward0",
-        "::BaddbmmBackward0",   "::LinearBackward0",      "::ConvolutionBackward0",
-        "::EmbeddingBackward0", "::EmbeddingBagBackward0"};
-    place->second = std::ranges::any_of(
-        kNames, [&](std::string_view ending) { return std::string_view(name).ends_with(ending); });
-  }
-  return place->second;
+  using namespace torch::autograd::generated;  // NOLINT
+  static const std::unordered_map<std::type_index, bool (*)(const Node&)> kinds = {
+      {typeid(AddmmBackward0),
+       saved_plainly<AddmmBackward0, &AddmmBackward0::mat1_, &AddmmBackward0::mat2_>},
+      {typeid(MmBackward0), saved_plainly<MmBackward0, &MmBackward0::self_, &MmBackward0::mat2_>},
+      {typeid(BmmBackward0),
+       saved_plainly<BmmBackward0, &BmmBackward0::self_, &BmmBackward0::mat2_>},
+      {typeid(BaddbmmBackward0),
+       saved_plainly<BaddbmmBackward0, &BaddbmmBackward0::batch1_, &BaddbmmBackward0::batch2_>},
+      {typeid(LinearBackward0),
+       saved_plainly<LinearBackward0, &LinearBackward0::input_, &LinearBackward0::weight_>},
+      {typeid(ConvolutionBackward0),
+       saved_plainly<ConvolutionBackward0, &ConvolutionBackward0::input_,
+                     &ConvolutionBackward0::weight_>},
+      {typeid(EmbeddingBackward0),
+       saved_plainly<EmbeddingBackward0, &EmbeddingBackward0::indices_>},
+      {typeid(EmbeddingBagBackward0),
+       saved_plainly<EmbeddingBagBackward0, &EmbeddingBagBackward0::indices_>},
+  };
+  const auto kind = kinds.find(typeid(node));
+  return kind != kinds.end() && kind->second(node);
 }
 
 // A node with hooks runs once only.
@@ -122,7 +135,8 @@ void SplitBackward::run_input_half(const edge_list& roots, const variable_list& 
   const Graph graph(roots);
   std::unordered_set<const Node*> kept;  // what the second half runs
   defer(graph, kept);
-  run_autograd(roots, gradients, /*keep_graph=*/true);
+  // Nothing is left for the second half of compiled stages, whose graphs must not be kept.
+  run_autograd(roots, gradients, /*keep_graph=*/!kept.empty());
 
   for (const Deferred& deferred : deferred_) {
     deferred.node->pre_hooks().clear();

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
 from torch._dynamo.utils import counters
 
 import pipedream2bw as pd2
@@ -22,8 +24,8 @@ from tests.runs.trajectory import (
     make_pipeline,
     sgd,
 )
-from tests.samples.flow_models import adding, raising
-from tests.samples.models import TASKS, Task
+from tests.samples.flow_models import adding, raising, random_batch
+from tests.samples.models import TASKS, WIDTH, Task
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +87,34 @@ def test_compiled_stages_draw_the_same_numbers_in_every_run(backend: str) -> Non
     ]
     for again in runs[1:]:
         assert_same(again, runs[0])
+
+
+class Breaking(nn.Module):
+    """Breaks the graph, so that the stage's backward is of parts, some of which can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.gelu(self.layer(x))
+        torch._dynamo.graph_break()
+        return torch.tanh(y) * 2
+
+
+@pytest.mark.parametrize("schedule", ["2bw_split", "zero_bubble"])
+@pytest.mark.parametrize("layer", [Breaking, nn.GELU])
+def test_compiled_stages_of_split_backwards(schedule: str, layer: Any) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), nn.GELU()) for _ in range(4))
+        )
+
+    task = Task(model, random_batch)
+    batches = task.batches([8] * 4)
+    want = by_oracle(task, batches, 4, schedule=schedule)
+    options = {"schedule": schedule, "compile": {"backend": "aot_eager"}}
+    assert_near(by_pipeline(task, batches, 2, 4, **options), want)
 
 
 def test_evaluation_and_late_hooks_of_compiled_stages() -> None:

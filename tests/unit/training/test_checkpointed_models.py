@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+import pipedream2bw as pd2
 from tests.runs.trajectory import check_task
 from tests.samples.flow_models import random_batch
 from tests.samples.models import WIDTH, Task
@@ -73,3 +80,55 @@ def test_checkpoints_inside_the_model_change_no_bit(
     m = num_stages + 1
     task = Task(lambda: kind(reentrant), random_batch)
     check_task(task, num_stages, m, [2 * m] * 4, schedule=schedule, recompute=recompute)
+
+
+def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_matrix = operator is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if is_matrix else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SavingSome(Saving):
+    """What a selective checkpoint does not save it computes again, under a dispatch mode."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(self.computed, x, use_reentrant=False, context_fn=contexts)
+
+
+class SavingSomeInside(SavingInside):
+    def __init__(self) -> None:
+        super().__init__(reentrant=False)
+        self.blocks = nn.ModuleList([SavingSome(False) for _ in range(4)])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "2bw_split", "zero_bubble"])
+def test_selective_checkpoints_draw_the_same_again_and_once(schedule: str) -> None:
+    task = Task(SavingSomeInside, random_batch)
+    check_task(task, 2, 3, [6] * 4, schedule=schedule)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_changes_no_number_that_is_drawn() -> None:
+    x = torch.ones(20)
+    drawn = []
+    for mode in (None, Watching()):
+        with pd2.reference_random(seed=1, train_step=0, microbatch=0):
+            if mode:
+                mode.__enter__()
+            drawn.append([F.dropout(x), torch.empty(3).normal_(), torch.bernoulli(x / 2)])
+            if mode:
+                mode.__exit__(None, None, None)
+    assert all(map(torch.equal, *drawn))
+
+
+def test_under_a_dispatch_mode_what_takes_no_generator_is_refused() -> None:
+    with (
+        pd2.reference_random(seed=1, train_step=0, microbatch=0),
+        Watching(),
+        pytest.raises(RuntimeError, match=r"aten::randn_like takes no generator.*fill a tensor"),
+    ):
+        torch.randn_like(torch.ones(3))
