@@ -83,7 +83,7 @@ def test_alternatives_that_tie_are_said_to_be_equal(objective: str, said: str) -
         assert (reason == f"equally {said}") == (objective_of(each, objective, plan) < EQUAL)
 
 
-def objective_of(other: pd2.PlanOutline, objective: str, plan: pd2.Plan) -> float:
+def objective_of(other: pd2.Alternative, objective: str, plan: pd2.Plan) -> float:
     """How many times as long a row takes, or as much as it costs."""
     slower = plan.rows_per_second / other.rows_per_second
     if objective == "throughput":

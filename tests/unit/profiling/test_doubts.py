@@ -14,7 +14,7 @@ from torch import nn
 import pipedream2bw as pd2
 from pipedream2bw.planner.profiling import profiler
 from pipedream2bw.planner.profiling.doubts import measured_twice_if_doubtful
-from pipedream2bw.planner.profiling.group_timing import GroupTimes, Measured
+from pipedream2bw.planner.profiling.group_timing import GroupTimes, Measured, measure_groups
 
 ROWS = (1, 2, 4)
 TRUE = [GroupTimes(rows * 1e-3, rows * 1e-3, rows * 1e-3, 0.1) for rows in ROWS]
@@ -104,7 +104,7 @@ def test_what_stays_doubtful_is_told_once_with_the_threads(case: str) -> None:
 
 def test_a_profile_has_what_was_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    measure = profiler.measure_groups
+    measure = measure_groups
 
     def made_up(graph: Any, *args: Any, **options: Any) -> Measured:
         asked.append(graph.rows)
