@@ -175,6 +175,7 @@ void bind_plan(py::module_& module) {
   bind_found(module);
   module.def("best_plans", &find_plans, py::arg("model"), py::arg("cluster"), py::arg("options"));
   module.def("planned_schedules", &planned_schedules);
+  module.attr("EQUALLY_GOOD") = kEquallyGood;
   py::class_<PlannedShape>(module, "PlannedShape")
       .def_readonly("num_versions", &PlannedShape::num_versions)
       .def_readonly("late_share", &PlannedShape::late_share)

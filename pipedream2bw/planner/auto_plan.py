@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _C
 from ..capture.chain import as_root
 from ..checks import check_whole_number
 from ..model.materialize import Example, home_of
@@ -76,6 +77,7 @@ def plan_for_devices_at_hand(
     """The fastest plan that uses all processes, or all of ``devices``. Every rank gets the same.
 
     It keeps to num_microbatches and width where they are given, to schedule and stages_per_rank.
+    Without a schedule a plan of one stage is 1f1b's, unless 2bw is faster.
     If ``profile`` is a path that does not exist, what is measured is saved there; so are links
     between these processes that it lacks. It is of the model in the dtypes that its stages have.
 
@@ -217,7 +219,10 @@ def _sizes(job: _Job) -> list[int]:
 
 
 def _best(found: Profile, job: _Job) -> Plan:
-    """The plan with the most rows per second, over the widths that use all devices."""
+    """The plan with the most rows per second, over the widths that use all devices.
+
+    Of those that are equally fast the one with the least delay, then with the smallest peak.
+    """
     width, devices = job.width, job.num_devices
     in_processes = job.num_processes > 1
     if width is not None and width > 1 and not in_processes:
@@ -240,7 +245,9 @@ def _best(found: Profile, job: _Job) -> Plan:
         )
     if not plans:
         raise errors[0]
-    return max(plans, key=lambda each: each.rows_per_second)
+    most = max(each.rows_per_second for each in plans)
+    equal = [each for each in plans if each.rows_per_second * _C.EQUALLY_GOOD > most]
+    return min(equal, key=lambda each: (each.shape.late_share, each.peak_bytes))
 
 
 def _of_width(found: Profile, job: _Job, width: int, num_stages: int) -> Plan:
@@ -259,13 +266,15 @@ def _of_width(found: Profile, job: _Job, width: int, num_stages: int) -> Plan:
     on_cpu = found.device.type == "cpu"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", devices)) if on_cpu else 1
     on_host = options.optimizer_device
+    # One stage trains without a delay if that is as fast and nothing asks for one.
+    may_have_none = num_stages == 1 and options.schedule is None and options.update_slots is None
     return plan(
         found,
         devices=devices,
         memory=found.device.memory_bytes // max(1, local),
         batch=batch,
         largest_batch=largest,
-        schedules=(job.schedule,),
+        schedules=(job.schedule, "1f1b") if may_have_none else (job.schedule,),
         stages_per_rank=(max(2, v),),  # of schedules that have several at all
         width=width,
         num_stages=num_stages,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
+from pipedream2bw.planner.profiling.profile import ProfiledLinks
 from pipedream2bw.ranks import boards
 from pipedream2bw.ranks.deadline import Deadline
 from tests.references.oracle import Oracle
@@ -135,6 +138,8 @@ def finds_one_plan(folder: str) -> None:
     links = pd2.Profile.load(Path(folder, "profile.json")).links
     assert links is not None  # which the dry profile has not
     assert len(links.latency) == 4
+    with build(**{**options, "profile": Path(folder, "even.json")}, num_microbatches=M) as pipe:
+        assert (pipe.width, pipe.num_stages, pipe.schedule) == (4, 1, "1f1b")
 
 
 def plans(rank: int, world: int, folder: str) -> dict[str, tuple[str, str]]:
@@ -156,6 +161,28 @@ OUTCOMES = {
 }
 
 
+def even(profile: pd2.Profile) -> pd2.Profile:
+    """All widths are equally fast: links are free, and four stages can take as long."""
+    cuts = [i for i, layer in enumerate(profile.layers) if layer.can_cut_after][:3]
+    times = tuple(
+        1e-3 * (i in cuts or i + 1 == len(profile.layers)) for i in range(len(profile.layers))
+    )
+    return dataclasses.replace(
+        profile,
+        microbatches=tuple(
+            dataclasses.replace(each, forward=times, input_grad=times, weight_grad=times)
+            for each in profile.microbatches
+        ),
+        seconds_per_update_byte={},
+        links=ProfiledLinks(
+            latency=((0.0,) * 4,) * 4,
+            bandwidth=tuple(
+                tuple(math.inf if i == j else 1e30 for j in range(4)) for i in range(4)
+            ),
+        ),
+    )
+
+
 @pytest.mark.slow
 def test_ranks_train_where_the_plan_has_them_and_refuse_what_does_not_fit(tmp_path: Path) -> None:
     planned([[3, 0], [1, 2]]).save(tmp_path / "replicas.json")
@@ -163,14 +190,16 @@ def test_ranks_train_where_the_plan_has_them_and_refuse_what_does_not_fit(tmp_pa
     planned([[0, 2], [1, 3]]).save(tmp_path / "usual.json")
     planned([[0], [1]]).save(tmp_path / "two.json")
     batch = TASK.batches([8])[0]
-    pd2.profile(
+    profile = pd2.profile(
         model(),
         TASK.loss_fn,
         example_args=batch.args,
         target=batch.target,
         microbatch_rows=(2,),
         dry=pd2.KNOWN_DEVICES["v100"],
-    ).save(tmp_path / "profile.json")
+    )
+    profile.save(tmp_path / "profile.json")
+    even(profile).save(tmp_path / "even.json")
     for result in run_ranks(plans, 4, args=[str(tmp_path)], timeout=150):
         for name, (kind, texts) in OUTCOMES.items():
             raised, said = result.value[name]

@@ -10,10 +10,10 @@
 namespace pd2 {
 namespace {
 
-// Three significant digits.
+// Three significant digits, or whole ones.
 std::string in_words(double value) {
   char text[32];
-  std::snprintf(text, sizeof text, "%.3g", value);
+  std::snprintf(text, sizeof text, value < 999.5 ? "%.3g" : "%.0f", value);
   return text;
 }
 
@@ -102,7 +102,7 @@ std::string forbidden_by_memory(const PlanProblem& problem, const Evaluation& pl
   for (DeviceType& type : unlimited.cluster.types) {
     type.memory_bytes = kInfinity;
   }
-  const std::optional<Evaluation> faster = better_plan(unlimited, plan.score * (1 - 1e-6));
+  const std::optional<Evaluation> faster = better_plan(unlimited, plan.score / kEquallyGood);
   if (!faster) return "";
   return detail::concat("; memory forbids ", to_string(faster->candidate), ", ",
                         in_seconds(faster->time.seconds), " a batch, which needs ",
@@ -111,11 +111,15 @@ std::string forbidden_by_memory(const PlanProblem& problem, const Evaluation& pl
 }
 
 std::string why_it_lost(const Evaluation& best, const Evaluation& other, Objective objective) {
-  const double more = 100 * (other.score / best.score - 1);
+  const bool is_equal = other.score < kEquallyGood * best.score;
+  const char* of_equal = objective == Objective::kCost     ? "equally expensive"
+                         : objective == Objective::kMemory ? "as much memory"
+                                                           : "equally fast";
   const char* unit = objective == Objective::kCost     ? " % more expensive"
                      : objective == Objective::kMemory ? " % more memory"
                                                        : " % slower";
-  return in_words(more) + unit + "; bound by " + largest_part(other);
+  return (is_equal ? of_equal : in_words(100 * (other.score / best.score - 1)) + unit) +
+         "; bound by " + largest_part(other);
 }
 
 }  // namespace

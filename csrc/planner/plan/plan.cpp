@@ -12,16 +12,21 @@
 namespace pd2 {
 namespace {
 
-// The best so far, one of each kind of candidate.
+// The best so far, one of each kind of candidate, and all that are as good as the best one.
 class Best {
  public:
-  explicit Best(std::size_t most) : most_(most) {}
+  explicit Best(const PlanProblem& problem) : most_(1 + problem.options.num_alternatives) {}
+
+  bool is_empty() const { return kept_.empty(); }
 
   // There must be one.
   double least() const { return kept_.front().score; }
 
   // The score that a plan must be below to be among them.
-  double worth() const { return kept_.size() < most_ ? kInfinity : kept_.back().score; }
+  double worth() const {
+    return kept_.size() < most_ ? kInfinity
+                                : std::max(kept_[most_ - 1].score, kEquallyGood * least());
+  }
 
   void consider(Evaluation evaluation) {
     const auto same = std::ranges::find_if(kept_, [&](const Evaluation& kept) {
@@ -33,14 +38,22 @@ class Best {
     }
     const auto place = std::ranges::upper_bound(kept_, evaluation.score, {}, &Evaluation::score);
     kept_.insert(place, std::move(evaluation));
-    if (kept_.size() > most_) kept_.pop_back();
+    while (kept_.size() > most_ && kept_.back().score >= worth()) kept_.pop_back();
   }
 
-  std::vector<Evaluation> take() && { return std::move(kept_); }
+  std::vector<Evaluation> take() && {
+    const auto end =
+        std::ranges::lower_bound(kept_, kEquallyGood * least(), {}, &Evaluation::score);
+    std::ranges::stable_sort(kept_.begin(), end, {}, [](const Evaluation& plan) {
+      return std::pair(plan.candidate.shape.late_share(), plan.peak_bytes);
+    });
+    if (kept_.size() > most_) kept_.resize(most_);
+    return std::move(kept_);
+  }
 
  private:
   std::size_t most_;
-  std::vector<Evaluation> kept_;
+  std::vector<Evaluation> kept_;  // by score
 };
 
 // All candidates of a problem with their bounds, the least bound first. Those that recompute blocks
@@ -215,6 +228,15 @@ class Search {
   Queue queue_;
 };
 
+// Throws DoesNotFit if there is none.
+Best best_by_score(const PlanProblem& problem) {
+  Search search(problem);
+  Best best(problem);
+  while (auto plan = search.next(best.worth())) best.consider(*std::move(plan));
+  if (best.is_empty()) throw_does_not_fit(problem, search.candidates());
+  return best;
+}
+
 // Finds the plans with the smallest peaks among those within the slack of the fastest. Splits are
 // made for time and keep to the memory that there is; so the least memory that leaves the time
 // within the slack is bisected, up to a thousandth. The others are the smallest with all of the
@@ -223,9 +245,9 @@ std::vector<Evaluation> smallest_plans(const PlanProblem& problem) {
   PlanProblem timed = problem;
   timed.options.objective = Objective::kThroughput;
   timed.options.num_alternatives = 0;
-  const double fastest = best_plans(timed).front().score;
+  const double fastest = best_by_score(timed).least();
   const double worth = fastest * (1 + problem.options.slack) * (1 + 1e-12);
-  Best best(1 + problem.options.num_alternatives);
+  Best best(problem);
   const auto consider = [&](Evaluation plan) {
     plan.score = plan.peak_bytes;
     best.consider(std::move(plan));
@@ -251,12 +273,7 @@ std::vector<Evaluation> smallest_plans(const PlanProblem& problem) {
 
 std::vector<Evaluation> best_plans(const PlanProblem& problem) {
   if (problem.options.objective == Objective::kMemory) return smallest_plans(problem);
-  Search search(problem);
-  Best best(1 + problem.options.num_alternatives);
-  while (auto plan = search.next(best.worth())) best.consider(*std::move(plan));
-  std::vector<Evaluation> plans = std::move(best).take();
-  if (plans.empty()) throw_does_not_fit(problem, search.candidates());
-  return plans;
+  return best_by_score(problem).take();
 }
 
 std::optional<Evaluation> better_plan(const PlanProblem& problem, double worth) {

@@ -23,13 +23,18 @@ class DoesNotFit : public ValueError {
   double limit_;
 };
 
-// The best plans by score, the best first: 1 + options.num_alternatives of them at most, of each
-// (schedule, w, d, v, b, recompute) the best mapping. Equal scores: in the candidates' order.
+// Plans are equally good if their scores differ by less than this factor.
+inline constexpr double kEquallyGood = 1.001;
+
+// The best plans, the best first: 1 + options.num_alternatives of them at most, of each
+// (schedule, w, d, v, b, recompute) the best mapping. Those come first that are as good as the one
+// with the least score, by their late_share(), then by their peaks; the others by score. What is
+// equal then, too: in the candidates' order.
 //
 // Best first by Bounds: candidates are evaluated by rising bound until the next bound is not below
 // the worst score kept. So the result is that of evaluating all candidates. With kMemory the plans
-// are those with the smallest peak of all that take at most 1 + slack of the least time; the best
-// one's peak is at most a thousandth above the least memory with which such a plan is found.
+// are those with the smallest peak of all that take at most 1 + slack of the least time; the
+// smallest one's is at most a thousandth above the least memory with which such a plan is found.
 //
 // Throws ValueError if no candidate's sizes fit the batch, and DoesNotFit if none fits the memory:
 // its text names the candidate that comes nearest, and what it lacks.

@@ -33,12 +33,17 @@ _MEMBERS = 4
 
 @dataclasses.dataclass(frozen=True)
 class GroupTimes:
-    """Seconds of one microbatch, and (90th - 10th percentile) / median of forward + backward."""
+    """Seconds of one microbatch, and (third - first quartile) / median of forward + backward."""
 
     forward: float
     input_grad: float
     weight_grad: float
     spread: float
+
+    @property
+    def backward(self) -> float:
+        """Seconds of both parts."""
+        return self.input_grad + self.weight_grad
 
 
 @dataclasses.dataclass
@@ -224,7 +229,7 @@ def _summary(members: Sequence[_Timed]) -> GroupTimes:
         for item in members
         for forward, backward in zip(item.forward, item.backward, strict=True)
     ]
-    tenths = statistics.quantiles(both, n=10)
+    quarters = statistics.quantiles(both, n=4)
     middle = statistics.median(both)
     backward = statistics.median(t for item in members for t in item.backward)
     input_grad = min(backward, statistics.median(t for item in members for t in item.input_grad))
@@ -232,5 +237,5 @@ def _summary(members: Sequence[_Timed]) -> GroupTimes:
         statistics.median(t for item in members for t in item.forward),
         input_grad,
         backward - input_grad,
-        (tenths[-1] - tenths[0]) / middle if middle else 0.0,
+        (quarters[-1] - quarters[0]) / middle if middle else 0.0,
     )

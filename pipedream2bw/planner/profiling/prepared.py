@@ -111,6 +111,12 @@ class Prepared:
             shared_parameters=_shared_parameters(captured, root),
         )
 
+    def layers_of_group(self, index: int) -> str:
+        """Names the first and the last layer of a group, but for the loss."""
+        group = self.groups[index]
+        names = [layer.name for layer in self.layers[group.first : group.end]]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
     def profile(
         self,
         device: ProfiledDevice,

@@ -82,7 +82,7 @@ class MicrobatchProfile:
             layers keep counts with the first of them; parameters, buffers and the model's inputs
             do not count.
         kept: what several layers keep; on every stage that has one of them it takes memory.
-        spread: (90th - 10th percentile) / median of the times that a forward and backward took; 0
+        spread: (third - first quartile) / median of the times that a forward and backward took; 0
             if not measured.
         edges: the values between layers; those of one producer carry the same value. The model's
             inputs count as produced by layer 0.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import math
@@ -23,10 +24,11 @@ from ...checks import check_number, check_whole_number
 from ...model.fingerprint import describe_parameters
 from ...model.sources import sources_kept
 from ...model.surroundings import plain_modes
-from ...progress import progress
+from ...progress import Begin, progress
 from ...ranks.agreement import ControlPlane, join
 from ...rules import instance
 from ...stages.boundaries import values_between
+from .doubts import measured_twice_if_doubtful
 from .engine_timing import dry_seconds_per_update_byte, seconds_per_action, seconds_per_update_byte
 from .group_timing import GroupTimes, Measured, measure_groups
 from .layer_groups import Group
@@ -56,7 +58,8 @@ def profile(
     The code that stages run is timed on the model's device, in groups of layers between places
     where a stage could begin. The times are medians over rounds, and of groups that do the same
     only a few are timed (see ``profiling/layer_groups.py``). Autograd's hooks for
-    saved tensors count the activations. The model does not change.
+    saved tensors count the activations. The model does not change. Times that cannot be true, as on
+    a busy machine, are measured again; what is no better then is a UserWarning.
 
     Under a process group (or ``torchrun``) all ranks measure at the same time, as stages run. Every
     rank gets the same profile: medians over the ranks, and the links between all of them.
@@ -151,16 +154,14 @@ def _dry_profile(prepared: Prepared, figures: DeviceFigures) -> Profile:
 def _measured_profile(
     prepared: Prepared, control: ControlPlane, seconds: float, parallel: int
 ) -> Profile:
-    device = prepared.device
+    device, graphs = prepared.device, prepared.graphs
 
-    def measure() -> tuple[list[Measured], dict[str, float]]:
-        found = []
-        with (
-            sources_kept(),
-            plain_modes(),
-            progress("profile", len(prepared.graphs) + 1) as begin,
-        ):
-            for graph in prepared.graphs:
+    def measure(begin: Begin, sizes: Sequence[int]) -> list[Measured]:
+        """By all ranks at the same time; the medians over them."""
+
+        def measure_here() -> list[Measured]:
+            found = []
+            for graph in [graphs[size] for size in sizes]:
                 begin(f"microbatches of {graph.rows} rows")
                 found.append(
                     measure_groups(
@@ -172,24 +173,29 @@ def _measured_profile(
                         parallel=parallel,
                     )
                 )
-            begin("optimizer steps")
-            return found, seconds_per_update_byte(device)
+            return found
 
-    measured, update = control.together(measure)
+        everyone = control.told_by_all(control.together(measure_here), "profiling")
+        return [_median_of(found) for found in zip(*everyone, strict=True)]
+
+    with sources_kept(), plain_modes(), progress("profile", len(graphs) + 1) as begin:
+        measured = measured_twice_if_doubtful(
+            functools.partial(measure, begin),
+            [graph.rows for graph in graphs],
+            prepared.layers_of_group,
+        )
+        begin("optimizer steps")
+        update = control.together(lambda: seconds_per_update_byte(device))
     with sources_kept():
         action = seconds_per_action(device)
-    if control.group is not None:
-        everyone = control.told_by_all((measured, update, action), "profiling")
-        measured = [
-            _median_of(found) for found in zip(*(each[0] for each in everyone), strict=True)
-        ]
-        update = {name: statistics.median(each[1][name] for each in everyone) for name in update}
-        action = statistics.median(each[2] for each in everyone)
+    everyone = control.told_by_all((update, action), "profiling")
+    update = {name: statistics.median(each[0][name] for each in everyone) for name in update}
+    action = statistics.median(each[1] for each in everyone)
     found = prepared.profile(
         _this_device(device),
         [
             _shared_out(graph, prepared.groups, times)
-            for graph, times in zip(prepared.graphs, measured, strict=True)
+            for graph, times in zip(graphs, measured, strict=True)
         ],
         seconds_per_update_byte=update,
         seconds_per_action=action,

@@ -192,6 +192,17 @@ def test_auto_uses_all_devices_and_keeps_to_what_is_given(tmp_path: Path) -> Non
                 assert float(losses[-1]) < float(losses[0])
 
 
+@pytest.mark.parametrize(
+    ("given", "schedule"),
+    [({}, "1f1b"), ({"schedule": "2bw"}, "2bw"), ({"update_slots": 1}, "2bw")],
+)
+def test_auto_has_no_delay_with_one_stage_unless_it_is_asked_for(
+    given: dict[str, Any], schedule: str, tmp_path: Path
+) -> None:
+    with auto(profile=dry_profile(tmp_path / "p.json", 1, 2), devices=["cpu"], **given) as pipe:
+        assert (pipe.num_stages, pipe.schedule) == (1, schedule)
+
+
 def test_auto_measures_and_keeps_the_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     with auto(devices=["cpu"] * 2, num_microbatches=4, profile=path) as pipe:

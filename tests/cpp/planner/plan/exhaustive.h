@@ -1,9 +1,10 @@
 // The planner's search without its bounds.
 #pragma once
 
-#include "planner/plan/evaluate.h"
+#include "planner/plan/plan.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,12 +22,19 @@ inline std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& proble
   std::ranges::stable_sort(all, {}, &Evaluation::score);
   std::vector<Evaluation> best;
   for (Evaluation& plan : all) {
-    if (best.size() > std::size_t(problem.options.num_alternatives)) break;
     const bool is_new = std::ranges::none_of(best, [&](const Evaluation& better) {
       return same_but_mapping(better.candidate, plan.candidate);
     });
     if (is_new) best.push_back(std::move(plan));
   }
+  const double least = best.empty() ? 0 : best.front().score;
+  std::ranges::stable_sort(best, {}, [least](const Evaluation& plan) {
+    return plan.score < kEquallyGood * least
+               ? std::tuple(0, plan.candidate.shape.late_share(), plan.peak_bytes)
+               : std::tuple(1, 0.0, 0.0);
+  });
+  const std::size_t most = 1 + problem.options.num_alternatives;
+  if (best.size() > most) best.erase(best.begin() + static_cast<std::ptrdiff_t>(most), best.end());
   return best;
 }
 
