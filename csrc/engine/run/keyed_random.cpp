@@ -193,6 +193,12 @@ class DrawingOperator : public c10::OperatorKernel {
     if (device) {
       const SeededDevice seeded(*device, *std::exchange(here.seed, std::nullopt), here.of_draw);
       op.redispatchBoxed(next, stack);
+    } else if (here.seed && !is_fake && keys.has(c10::DispatchKey::Python)) {
+      // No generator has the seed yet, and what a mode calls does not come here: past all modes.
+      constexpr c10::DispatchKeySet kModes{c10::DispatchKey::Python,
+                                           c10::DispatchKey::PythonTLSSnapshot};
+      const c10::impl::ExcludeDispatchKeyGuard past(kModes);
+      op.redispatchBoxed(next - kModes, stack);
     } else {
       op.redispatchBoxed(next, stack);
     }
@@ -285,22 +291,18 @@ class DrawingOperator : public c10::OperatorKernel {
   }
 
   // The device whose tensors the operator uses; none of factory calls, which have no device's key
-  // and call others with their output. Under a mode theirs is the one that they name.
+  // and call others with their output.
   std::optional<c10::Device> device_of(c10::DispatchKeySet keys, Arguments& stack) const {
     if (keys.has(c10::DispatchKey::CPU)) {
       return c10::Device(c10::kCPU);
     }
-    const bool under_mode = keys.has(c10::DispatchKey::Python);
     for (std::size_t i = 0; i < num_arguments_; ++i) {
       const c10::IValue& value = argument(stack, i);
       if (value.isTensor() && has_streams(value.toTensor().device())) {
         return value.toTensor().device();
       }
-      if (under_mode && value.isDevice()) {
-        return value.toDevice();
-      }
     }
-    return under_mode ? std::optional(c10::Device(c10::kCPU)) : std::nullopt;
+    return std::nullopt;
   }
 
   // Gives an operator with a Generator argument this thread's generator; returns the device where
@@ -314,11 +316,6 @@ class DrawingOperator : public c10::OperatorKernel {
     PD2_CHECK(!here.recorded || (repeats_in_graphs_ && *device == here.of_draw.device()), name_,
               kNotAgain);
     if (!generator_) {
-      PD2_CHECK(
-          !device->is_cpu() || !keys.has(c10::DispatchKey::Python), name_,
-          " takes no generator, which draws under a dispatch mode (as of a selective "
-          "checkpoint) must. Draw outside of it, or fill a tensor (x.normal_(), x.uniform_()), "
-          "or give random='torch'");
       return here.seed && !device->is_cpu() ? device : std::nullopt;
     }
     if (argument(stack, *generator_).isNone()) {
