@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..model.added_loss import restore_added_losses
 from ..model.hooks import refuse_hooks
@@ -112,11 +113,11 @@ def _backwards_kept() -> Iterator[None]:
     """Refuses what torch.export leaves out: it keeps a forward's operators alone.
 
     Their own derivatives would take the place of a custom autograd function's backward, and hooks
-    of tensors would not be called. Functions of torch itself may stay: their backwards are those of
-    the operators.
+    of tensors, or of those that are saved, would not be called. Functions and checkpoints of torch
+    itself may stay: their backwards are those of the operators.
     """
-    function, tensor = torch.autograd.Function, torch.Tensor
-    apply, hook = function.__dict__["apply"], tensor.register_hook
+    function, tensor, saved = torch.autograd.Function, torch.Tensor, saved_tensors_hooks
+    apply, hook, enter = function.__dict__["apply"], tensor.register_hook, saved.__enter__
     this_thread = threading.get_ident()  # others, with pipelines at work, go on as they are
 
     def refusing_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -136,9 +137,16 @@ def _backwards_kept() -> Iterator[None]:
             return hook(self, called)  # type: ignore[no-untyped-call]
         raise BackwardLostError(f"a hook of a tensor would be lost: {called}")
 
+    def refusing_enter(self: saved_tensors_hooks) -> None:
+        kind = type(self)
+        if threading.get_ident() != this_thread or kind.__module__ == "torch.utils.checkpoint":
+            return enter(self)
+        raise BackwardLostError(f"hooks of saved tensors would be lost: {kind.__qualname__}")
+
     with (
         attribute_set(function, "apply", classmethod(refusing_apply)),
         attribute_set(tensor, "register_hook", refusing_hook),
+        attribute_set(saved, "__enter__", refusing_enter),
     ):
         yield
 

@@ -85,7 +85,7 @@ class StageStepper:
             method = getattr(type(part.optimizer), name, None)
             if method is not None:
                 method(part.optimizer)
-                part.round()
+                part.written()
 
 
 def steps_in(
@@ -130,6 +130,7 @@ class _PartStepper:
             return
         engine = self._stage.engine
         handles = [self._stage.handles[i] for i in self.positions]
+        self._stage.check_unwritten(handles)
         outside = [handle.grad for handle in handles]
         for i, handle in zip(self.positions, handles, strict=True):
             handle.data = engine.master(slot, i)
@@ -141,15 +142,16 @@ class _PartStepper:
         finally:
             for handle, gradient in zip(handles, outside, strict=True):
                 handle.grad = gradient
-        self.round(slot)
+        self.written(slot)
 
-    def round(self, slot: int | None = None) -> None:
-        """Makes the weights those that the masters, if there are any, round to.
+    def written(self, slot: int | None = None) -> None:
+        """The optimizer has written to its weights, or to the masters that they round to.
 
         Args:
             slot: of these weights; the newest ones' if None.
         """
         engine = self._stage.engine
+        self._stage.note_stepped(self._stage.handles[i] for i in self.positions)
         slot = engine.newest_slot if slot is None else slot
         with torch.no_grad():
             for i in self.positions:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .._C import Schedule
 from ..accelerator import with_index
 from ..capture.chain import as_root, device_type_of
 from ..checks import check_whole_number
+from ..model.fingerprint import sampled_values
 from ..model.materialize import home_of, materialize
 from ..model.precision import Precision
 from ..model.random_numbers import follow_threads
@@ -91,6 +92,8 @@ def open_session(
         without_values = control.together(
             lambda: capture(checked, grid), same=lambda _: checked.modes.settings()
         )
+        if grid.width > 1:
+            check_replicas_alike(checked, grid, control, without_values)
         # Takes the model over: weights into the engine's buffers, threads, channels.
         with control.errors_told():
             checked.stage_options.precision.convert()
@@ -245,6 +248,30 @@ def place(checked: Checked, control: ControlPlane) -> RankGrid:
     stages = ", ".join(map(str, grid.stages_of_model))
     control.place = f"rank {grid.rank} (stage {stages})"
     return grid
+
+
+def check_replicas_alike(
+    checked: Checked, grid: RankGrid, control: ControlPlane, without_values: Collection[str]
+) -> None:
+    """Raises ValueError on all ranks if replicas of a stage have different values.
+
+    Replica 0's would be everybody's, and gradients of different parameters would be averaged.
+    """
+    names = checked.modes.names_in(grid.stages_of_model)
+    tensors = dict(checked.root.named_parameters()) | dict(checked.root.named_buffers())
+    mine = {name: sampled_values(tensors[name]) for name in names if name not in without_values}
+    place = (grid.shard, grid.local_ranks)
+    told = control.told_by_all((place, grid.replica, mine))
+    for rank, (place, replica, values) in enumerate(told):
+        first = next(theirs for at, number, theirs in told if at == place and number == 0)
+        other = [name for name, value in values.items() if first.get(name, value) != value]
+        if other:
+            raise ValueError(
+                f"replicas: rank {rank}, of replica {replica}, has other values of {other[0]} "
+                f"and {len(other) - 1} more than replica 0, all replicas train one model. Call "
+                "torch.manual_seed() with one seed on every rank before the model is made, or "
+                "load one checkpoint"
+            )
 
 
 def capture(checked: Checked, grid: RankGrid) -> set[str]:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from typing import NoReturn
 
-from ..errors import PeerLost, RemoteTraceback, StageError, reworded
+from ..errors import PeerLost, PeerTimeout, RemoteTraceback, StageError, reworded
 from ..ranks.deadline import wait_for_leaving
 from .local_stages import LocalStages, last_uncaught
 
@@ -195,10 +195,17 @@ class Ending:
 
     def _fail(self) -> NoReturn:
         """Raises the first failure of all ranks, and ends this one's part."""
-        mine = self._control.fault.error
+        mine, kept = self._control.fault.error, self._control.fault.kept
         assert mine is not None
-        original = self._stages.take_error(self._control.fault.kept)
+        why = self._control.discards.error
+        is_cause = why is not None and isinstance(mine, (PeerLost, PeerTimeout))
+        if why is not None and is_cause:
+            # Its batch was to be taken back, but a rank waits: for this one's shard of a stage.
+            mine = reworded(why, f"{str(why).rstrip('.')}. Nobody could take that back: {mine}")
+            kept = self._control.discards.kept
+        original = self._stages.take_error(kept)
         first = self._control.report(mine)
+        first = mine if is_cause else first
         self.end(first)
         # Another object than the one that is kept, which would keep what its traceback refers to.
         raised = reworded(first, str(first))

@@ -251,7 +251,9 @@ class LocalStages:
             program = mode.programs[here % d]
             functions = stage.weights.bind(program)
             stage.bound[mode.wiring] = BoundProgram.of(
-                program, [compiled(each, options, splits_backward=splits) for each in functions]
+                program,
+                [compiled(each, options, splits_backward=splits) for each in functions],
+                to_processes=self.grid.in_processes,
             )
             first = here - here % d
             producers = [first + producer for producer in sorted(program.receives)]

@@ -7,9 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import _C
+
+
+def check_plain(names: Sequence[str], values: Sequence[Any]) -> None:
+    """Raises TypeError, naming the value, for tensors of classes that other processes lack.
+
+    Their memory may be others', or none.
+    """
+    for name, value in zip(names, values, strict=True):
+        if type(value) is torch.Tensor:
+            continue
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, nn.Parameter):
+                raise TypeError(
+                    f"value {name} between stages: a {type(leaf).__name__} given, processes send "
+                    "plain tensors. Begin the stage at another layer (split=), or make it a plain "
+                    "tensor before, such as a DTensor's to_local() or full_tensor()"
+                )
 
 
 def pack(values: list[Any]) -> _C.Message:

@@ -24,7 +24,7 @@ from ..options import Options
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .contexts import check_process_wide, process_wide
-from .messages import pack, unpack
+from .messages import check_plain, pack, unpack
 from .run_again import RunAgain
 from .stage_calls import StageCalls
 from .stage_weights import StageWeights
@@ -88,19 +88,28 @@ class BoundProgram:
     functions: list[StageFunction]
     inbound: list[int]  # producer stages
     sends: list[list[int]]  # by consumer: positions in the outputs
+    to_processes: bool
 
     @classmethod
-    def of(cls, program: StageProgram, functions: list[StageFunction]) -> BoundProgram:
+    def of(
+        cls, program: StageProgram, functions: list[StageFunction], *, to_processes: bool
+    ) -> BoundProgram:
         """Orders the edges as the engine does: by stage."""
         position = {name: i for i, name in enumerate(program.outputs)}
         sends = [
             [position[name] for name in program.sends[consumer]]
             for consumer in sorted(program.sends)
         ]
-        return cls(program, functions, sorted(program.receives), sends)
+        return cls(program, functions, sorted(program.receives), sends, to_processes)
 
     def messages(self, outputs: Sequence[Any]) -> list[_C.Message]:
-        """Packs the stage's outputs into one message for each consumer."""
+        """Packs the stage's outputs into one message for each consumer.
+
+        Raises:
+            TypeError: an output is no plain tensor, and other processes may need it.
+        """
+        if self.to_processes and self.sends:
+            check_plain(self.program.outputs, outputs)
         return [pack([outputs[i] for i in positions]) for positions in self.sends]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +128,7 @@ class StageWeights:
             self.slot_parameters.append(parameters)
         self.clones: list[nn.Module] = []  # by slot; shared with the process's other stages
         self.handles_step = False
+        self._stepped: dict[int, int] = {}  # by handle: what wrote last was known
         self.show_newest()
 
     @property
@@ -208,6 +209,7 @@ class StageWeights:
     def _note_shown(self) -> None:
         shown = {**self.trainable, **self.frozen}
         self._shown = [(name, p, p.data_ptr(), p._version) for name, p in shown.items()]
+        self.note_stepped(self.handles)
 
     def check_written(self, *, running: bool) -> None:
         """Takes what was written to the parameters, in their memory, since they were shown.
@@ -234,12 +236,23 @@ class StageWeights:
             if parameter._version != version:
                 self._take_written(name, running=running)
 
+    def check_unwritten(self, handles: Iterable[nn.Parameter]) -> None:
+        """Raises ValueError if a handle was written to that an update is about to step.
+
+        In the update: where handles step, nobody else can tell an update's writes from a script's.
+        """
+        for handle in handles:
+            if handle._version != self._stepped[id(handle)]:
+                name = next(name for name, each in self.trainable.items() if each is handle)
+                raise _written_too_early(name)
+
+    def note_stepped(self, handles: Iterable[nn.Parameter]) -> None:
+        """What has been written to these handles was a step of theirs."""
+        self._stepped.update((id(handle), handle._version) for handle in handles)
+
     def _take_written(self, name: str, *, running: bool) -> None:
         if running:
-            raise ValueError(
-                f"parameter {name} was written to while batches were being computed, of which it "
-                "shows no weights. Call flush() before, and then write"
-            )
+            raise _written_too_early(name)
         if name not in self.trainable:
             return
         i, slot = list(self.trainable).index(name), self.engine.newest_slot
@@ -340,3 +353,10 @@ def another_copy(
     """A parameter for another copy, which gets the first one's values later: these are exact."""
     data = parameter.detach().to(device, precision.of_master(parameter))
     return nn.Parameter(data, parameter.requires_grad)
+
+
+def _written_too_early(name: str) -> ValueError:
+    return ValueError(
+        f"parameter {name} was written to while batches were being computed, of which it shows no "
+        "weights. Call flush() before, and then write"
+    )
