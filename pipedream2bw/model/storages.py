@@ -24,6 +24,14 @@ def bytes_of_storage(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same memory as a tensor of a storage of its own, which begins where it does.
+
+    Tools that save files take tensors of one storage for tied ones, and leave all but one out.
+    """
+    return torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))
+
+
 def return_freed_memory() -> None:
     """Has the C library return freed memory to the system; only glibc can.
 
