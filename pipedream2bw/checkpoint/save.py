@@ -161,6 +161,12 @@ class Saver:
         for name, tensor in (*local.named_parameters(), *local.named_buffers()):
             check_saveable(name, tensor)
         encode(local.extra_state(), "get_extra_state of the module", {})
+        if self._opt is not None and self._opt.has_own_step:
+            states = generator_states()  # from which an optimizer's step may draw
+            try:
+                encode(self._opt.examples(), "optimizer", {})
+            finally:
+                set_generators(states)
         return Folder(path)
 
     def check(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import IO, Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _DTYPES = {
     "F64": torch.float64,
@@ -81,9 +82,11 @@ class Entry(NamedTuple):
 
 def check_saveable(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError if a file cannot hold the tensor."""
-    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
+    is_wrapper = is_traceable_wrapper_subclass(tensor)  # whose values are in other tensors
+    if is_wrapper or tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
+        what = f" in a {type(tensor).__name__}" if is_wrapper else ""
         raise TypeError(
-            f"{name}: a tensor of {tensor.dtype}, {tensor.layout}: checkpoints hold strided "
+            f"{name}: a tensor of {tensor.dtype}, {tensor.layout}{what}: checkpoints hold strided "
             f"tensors of {', '.join(str(dtype) for dtype in _NAMES)}"
         )
 

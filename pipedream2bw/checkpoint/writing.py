@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..json_document import Field
+from ..optimizer.state_by_name import STAGES
 from .commit import clean, commit, failed_name, is_whole, part_name
 from .encoding import encode
 from .folder import Folder
@@ -261,16 +262,14 @@ def _merged(manifest: Manifest, parts: list[_Part]) -> Manifest:
 
 
 def _merged_optimizers(of_ranks: list[Any]) -> Any:
-    """The first rank's; but of an optimizer of which it has no parameter, the first that has.
-
-    The members of groups are those of all ranks.
-    """
+    """The first rank's, with what the stages of all keep and the groups' members of all."""
     if of_ranks[0] is None:
         return None
     return of_ranks[0] | {
         "optimizers": [
             {
-                **next((each for each in of_each if not each["is_empty"]), of_each[0]),
+                **of_each[0],
+                STAGES: {k: v for each in reversed(of_each) for k, v in each[STAGES].items()},
                 "members": [
                     sorted({name for names in of_group for name in names})
                     for of_group in zip(*(each["members"] for each in of_each), strict=True)

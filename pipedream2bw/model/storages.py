@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import dlpack
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -29,7 +30,7 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
     Tools that save files take tensors of one storage for tied ones, and leave all but one out.
     """
-    return torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))
+    return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
 
 
 def return_freed_memory() -> None:
