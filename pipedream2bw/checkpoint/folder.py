@@ -26,6 +26,9 @@ _SAVE = re.compile(r"step-(\d{8,})(-\w+)?")
 """The name of a save's folder; earlier versions wrote it without a nonce."""
 
 
+_RUN_LENGTH = 8
+
+
 @contextlib.contextmanager
 def _errors_of_the_system() -> Iterator[None]:
     """Makes OSErrors of the errors that packages for object stores have, such as botocore's."""
@@ -216,6 +219,15 @@ def name_of(step: int, nonce: str) -> str:
         nonce: another one for every save, of letters and digits.
     """
     return f"step-{step:08d}-{nonce}"
+
+
+def run_of(name: str) -> str:
+    """The run whose save made a folder of that name: what the nonces of all its saves begin with.
+
+    Earlier versions named some folders without.
+    """
+    nonce = name.split("-")[2:]
+    return nonce[0][:_RUN_LENGTH] if nonce else ""
 
 
 def step_of(name: str) -> int:

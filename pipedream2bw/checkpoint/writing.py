@@ -53,6 +53,7 @@ class Writer:
         is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
         has_failed: says whether it has by a failure, so that other ranks may have ended, too.
         timeout: seconds that a rank waits for the others' parts.
+        runs: whose earlier checkpoint of the batch may be removed; None: any.
         then: called on rank 0 when the checkpoint is whole; must not raise.
         written: files of tensors.
     """
@@ -66,6 +67,7 @@ class Writer:
     is_ended: Callable[[], bool]
     has_failed: Callable[[], bool]
     timeout: float
+    runs: Collection[str] | None
     then: Callable[[], None]
     written: list[str] = dataclasses.field(default_factory=list)
 
@@ -104,7 +106,8 @@ class Writer:
                 self._write_json(part_name(rank), dataclasses.asdict(self._write_part()))
                 took("write")
                 if rank == 0:
-                    commit(self.folder, self.name, _merged(self.manifest, self._all_parts()))
+                    whole = _merged(self.manifest, self._all_parts())
+                    commit(self.folder, self.name, whole, self.runs)
             except BaseException as error:
                 if not is_whole(self.folder, self.name):  # else it failed afterwards
                     self._give_up(f"{type(error).__name__}: {error}")
