@@ -98,13 +98,20 @@ class Restriction:
         for theirs, mine in self._states.values():
             theirs.update((handle, mine[handle]) for handle in self._shared if handle in mine)
 
-    def check_inner(self, part: torch.optim.Optimizer) -> None:
-        """Raises TypeError if ``part`` keeps states that its ``state_dict`` would leave out."""
-        if any(mine for _, mine in self._states.values() if mine is not part.state):
+    def check_kept(self, part: torch.optim.Optimizer) -> None:
+        """Raises TypeError if ``part`` keeps states elsewhere than under their parameters."""
+        elsewhere = {
+            f"state[{key!r}]": value
+            for key, value in part.state.items()
+            if isinstance(value, Mapping) and any(isinstance(k, torch.Tensor) for k in value)
+        }
+        for _, mine in self._states.values():
+            if mine and mine is not part.state:
+                elsewhere["an optimizer that it is made of"] = mine
+        for place in elsewhere:
             raise TypeError(
-                f"{type(part).__name__}: made of an optimizer that has states of its own, which "
-                "are not by parameter in its state_dict(): checkpoints cannot hold them. Give one "
-                "that keeps all in its own state"
+                f"{type(part).__name__}: it has parameters' states in {place}, they must be in "
+                "state[parameter]: checkpoints would lose the others"
             )
 
 
@@ -201,29 +208,31 @@ def example_state(
         TypeError: its ``state_dict`` does not give parameters' states and all else apart.
     """
     group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    pairs: dict[tuple[int, int], tuple[nn.Parameter, nn.Parameter]] = {}  # by group and dimensions
+    pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+    taken = collections.Counter[tuple[int, int]]()  # by group and dimensions
     for stage in stages:
         for i, original in enumerate(stage.originals):
             key = (group_of.get(id(original), -1), original.dim())
-            if key[0] >= 0 and key not in pairs and stage.engine.owns(i):
+            if key[0] >= 0 and taken[key] < 2 and stage.engine.owns(i):
+                taken[key] += 1
                 weight = stage.engine.weight(stage.engine.newest_slot, i)
                 piece = weight[(slice(0, 4),) * weight.dim()]
                 master = piece.to(stage.stepped_dtypes()[i], copy=True)
-                pairs[key] = original, nn.Parameter(master)
-    restriction = Restriction(list(pairs.values()), has_states=False)
+                pairs.append((original, nn.Parameter(master)))
+    restriction = Restriction(pairs, has_states=False)
     try:
         part = _stepped(optimizer, restriction, torch.clone)
     except Exception:  # the first save will tell
         return None
-    restriction.check_inner(part)
-    state = {names[id(original)]: part.state.get(h, {}) for original, h in pairs.values()}
+    restriction.check_kept(part)
+    state = {names[id(original)]: part.state.get(h, {}) for original, h in pairs}
     beside = beside_states(part)
-    try:
-        set_beside(part, beside)
+    try:  # a stage of other parameters may have to go on with it
+        set_beside(Restriction(pairs[:1], has_states=False).of(optimizer), beside)
     except Exception as error:
         raise TypeError(
             f"{type(part).__name__}.load_state_dict(): {type(error).__name__}: {error}: it must "
-            f"take {', '.join(others_of(beside))} of its state_dict() without parameters' states"
+            f"take {', '.join(others_of(beside))} of its state_dict() for any parameters"
         ) from error
     return beside, state
 

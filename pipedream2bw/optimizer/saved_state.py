@@ -113,8 +113,11 @@ class SavedState:
     def examples(self) -> dict[str, Any]:
         """What checkpoints will have of each optimizer that steps by itself, in kind."""
         wrapped, names = self._wrapped, self._names()
-        stepping = [wrapped.optimizers[number] for number in wrapped.seen]
-        return {type(o).__name__: example_state(o, wrapped.weights, names) for o in stepping}
+        found: dict[str, Any] = {}
+        for optimizer in (wrapped.optimizers[number] for number in wrapped.seen):
+            beside, state = example_state(optimizer, wrapped.weights, names) or ({}, {})
+            found[type(optimizer).__name__] = {"beside": beside, "state": state}
+        return found
 
     def snapshot(self) -> OptimizerSnapshot:
         """What the last step will leave, to be read when every stage has made it."""

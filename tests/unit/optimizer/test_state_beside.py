@@ -149,15 +149,21 @@ class Keeps(torch.optim.SGD):
 
 
 class Numbered(torch.optim.RMSprop):
-    """Compares what it is given with its parameters' states."""
+    """Gives, under a key of its own, something of every parameter."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "numbers": len(self.state)}
+        return {**super().state_dict(), "numbers": [1 for _ in self.param_groups[0]["params"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if len(state_dict["state"]) != state_dict["numbers"]:
-            raise ValueError("other states")
+        if len(state_dict["numbers"]) != len(self.param_groups[0]["params"]):
+            raise ValueError("other parameters")
         super().load_state_dict(state_dict)
+
+
+class Within(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state["all"] = dict.fromkeys(self.param_groups[0]["params"], 1)  # type: ignore[index]
 
 
 class Bare(torch.optim.SGD):
@@ -179,11 +185,15 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "a wrapper": (keeps(of_parameter=TWO), r"0\.weight\.kept: a tensor .* in a TwoTensor"),
     "another optimizer": (
         lambda parameters: Lookahead(torch.optim.RMSprop(parameters, lr=0.01)),
-        "Lookahead: made of an optimizer that has states of its own",
+        "Lookahead: it has parameters' states in an optimizer that it is made of",
+    ),
+    "by parameter": (
+        lambda parameters: Within(parameters, lr=0.01),
+        r"Within: it has parameters' states in state\['all'\]",
     ),
     "its own order": (
         lambda parameters: Numbered(parameters, lr=0.01),
-        r"Numbered\.load_state_dict\(\): ValueError: other states: it must take numbers",
+        r"Numbered\.load_state_dict\(\): ValueError: other parameters: it must take numbers",
     ),
     "no state": (
         lambda parameters: Bare(parameters, lr=0.01),
