@@ -243,7 +243,7 @@ class Checkpointer(Extension):
     def _check_save(self) -> Announcement:
         """Raises if this rank may not begin another save; see :meth:`SavesUnderWay.check`."""
         if self._of_others:
-            raise FileExistsError(
+            raise OSError(
                 f"{self._folder.path}: another run saves there, too ({self._of_others[0]}), which "
                 "this one has not gone on from. Give each run a folder of its own"
             )
