@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_from_the_other_one_saves_again(tmp_path: Path) -> No
         pd2.save(tmp_path, other, other_opt).wait()
         train(mine, opt, ckpt)
         wait(ckpt)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="another run"):
             train(mine, opt, ckpt)
         assert ckpt.resume() == 2
         train(mine, opt, ckpt)
