@@ -149,7 +149,15 @@ def parse_document(text: bytes, kind: str, version: int) -> Field:
     Raises:
         ValueError: it is not JSON, or of another format or version.
     """
-    document = parse_json(text)
+    return fields_of(parse_json(text), kind, version)
+
+
+def fields_of(document: Any, kind: str, version: int) -> Field:
+    """The fields of a value in JSON that is of this format and version, without these two.
+
+    Raises:
+        ValueError: it is of another format or version.
+    """
     if not isinstance(document, dict):
         raise ValueError(f"format: missing, it must be {kind!r}")
     for name, wanted in (("format", kind), ("version", version)):

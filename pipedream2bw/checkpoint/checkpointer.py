@@ -21,6 +21,7 @@ from ..runtime.closing import close
 from ..runtime.extension import CHECKPOINTER, Extension, TakenBack
 from ..runtime.loading import flush_to_load
 from .commit import look, retain, steps_in, tried
+from .folder import run_of
 from .frequency import Frequency
 from .load import load_from, load_whole
 from .preemption import Preempted, Signals, ignore_in_worker
@@ -105,12 +106,14 @@ class Checkpointer(Extension):
         self._saver = Saver(path, pipe, opt, self._user_state)
         self._folder = self._saver.folder
         self._saver.check()
-        # Checkpoints that were there before this run's.
-        self._others = set(
-            on_first_rank(session, self._folder, "trying the folder", lambda: tried(self._folder))
+        there = on_first_rank(
+            session, self._folder, "trying the folder", lambda: tried(self._folder)
         )
+        # This run, and those of what was there before it.
+        self._runs = {self._saver.run, *map(run_of, there)}
+        self._of_others: list[str] = []  # which another run has saved since; rank 0 finds them
         self._retain = functools.partial(
-            retain, self._folder, keep, keep_every, self._saver.run, self._others
+            retain, self._folder, keep, keep_every, self._runs, self._of_others
         )
         self._under_way = SavesUnderWay(session, self._folder.path, self._frequency)
         self._last_step: float | None = None
@@ -166,7 +169,8 @@ class Checkpointer(Extension):
             return 0
         there = functools.partial(look, self._folder)
         action = "looking for other checkpoints"
-        self._others |= {*on_first_rank(session, self._folder, action, there).checkpoints}
+        self._runs |= set(map(run_of, on_first_rank(session, self._folder, action, there)[0]))
+        self._of_others.clear()
         self._kept = self._now()
         self.extra = extra
         return self._newest
@@ -197,7 +201,8 @@ class Checkpointer(Extension):
         """Saves if it is time to. After ``opt.step()``, and whatever counts batches.
 
         Raises:
-            OSError: three saves in a row have failed.
+            OSError: three saves in a row have failed; another run saves to the folder, too, that
+                this one has not gone on from.
             TimeoutError: the file system hangs when the run looks for newer checkpoints, once.
             Preempted: a signal came; the run has been saved, or a warning says why not.
             ValueError: the folder has newer checkpoints, of a run that this one does not go on
@@ -219,7 +224,7 @@ class Checkpointer(Extension):
         every = self._frequency.batches
         is_due = self._saves or (self._frequency.is_fixed and every and batch % every == 0)
         if is_due and not self._has_saved():
-            self._save(self._under_way.check)
+            self._save(self._check_save)
         self._last_step = time.monotonic() if self._last_step is None else now
         self._evaluated = False
 
@@ -235,6 +240,15 @@ class Checkpointer(Extension):
         self._saves = any(rank.saves for rank in everyone)
         self._stop_signal = max(rank.stop_signal for rank in everyone)
 
+    def _check_save(self) -> Announcement:
+        """Raises if this rank may not begin another save; see :meth:`SavesUnderWay.check`."""
+        if self._of_others:
+            raise OSError(
+                f"{self._folder.path}: another run saves there, too ({self._of_others[0]}), which "
+                "this one has not gone on from. Give each run a folder of its own"
+            )
+        return self._under_way.check()
+
     def _save(self, check: Callable[[], Announcement]) -> None:
         """Begins a save, unless something cannot be saved: then it warns.
 
@@ -247,7 +261,7 @@ class Checkpointer(Extension):
         try:
             with session.ending.lost_ranks_close():
                 session.agree(Operation.save, batch, check)
-            saving = self._saver.save(then=self._retain)
+            saving = self._saver.save(runs=self._runs, then=self._retain)
         except (TypeError, ValueError, TimeoutError) as error:  # on every rank
             self._frequency.save_began()  # it is not tried again at once
             self._under_way.failed(batch, error)

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Collection
 from typing import NamedTuple
 
-from .folder import INDEX, MANIFEST, Folder, step_of
+from .folder import INDEX, MANIFEST, Folder, run_of, step_of
 from .manifest import Manifest, read_manifest, weights_index
 from .source import Source
 
@@ -128,10 +128,15 @@ def is_whole(folder: Folder, name: str) -> bool:
     return False
 
 
-def commit(folder: Folder, name: str, manifest: Manifest) -> None:
+def commit(
+    folder: Folder, name: str, manifest: Manifest, runs: Collection[str] | None = None
+) -> None:
     """Makes a save's folder a checkpoint, when all its files of tensors are on the disk.
 
     Rank 0 alone. An earlier checkpoint of the batch is removed.
+
+    Args:
+        runs: whose checkpoints may be removed; None: any.
 
     Raises:
         OSError: a file cannot be written, or has been removed; the folder may be a checkpoint if
@@ -152,7 +157,8 @@ def commit(folder: Folder, name: str, manifest: Manifest) -> None:
         for each in filter(_PARTS.fullmatch, names):
             folder.remove(name, each)
         for each in earlier:
-            remove(folder, each)
+            if runs is None or run_of(each) in runs:
+                remove(folder, each)
 
 
 def remove(folder: Folder, name: str) -> None:
@@ -225,27 +231,22 @@ def tried(folder: Folder) -> list[str]:
 
 
 def retain(
-    folder: Folder, keep: int, keep_every: int | None, run: str, others: Collection[str]
+    folder: Folder, keep: int, keep_every: int | None, runs: Collection[str], found: list[str]
 ) -> None:
     """Removes checkpoints that need not stay, if the newest is whole. Never raises.
 
-    Where another run saves to the folder, all stay: a warning says so.
+    Where another run saves to the folder, all stay.
 
     Args:
-        run: how the nonces of this run's saves begin.
-        others: checkpoints that were there before this run's.
+        runs: this one, and those that it went on from.
+        found: gets the names of another run's checkpoints.
         keep: how many of the newest stay.
         keep_every: the first one of every so many batches stays, too.
     """
     try:
         names = look(folder).checkpoints
-        of_others = [name for name in names if name not in others and f"-{run}" not in name]
-        if of_others:
-            log.warning(
-                "%s: another run saves there, too (%s): no checkpoint is removed. Give each run a "
-                "folder of its own",
-                *(folder.path, of_others[0]),
-            )
+        found[:] = [name for name in names if run_of(name) not in runs]
+        if found:
             return
         source = Source(folder, names[0])
         for file_name in source.manifest.files:

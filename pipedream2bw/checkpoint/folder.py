@@ -18,12 +18,23 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from ..errors import DamagedCheckpoint
+
 MANIFEST = "checkpoint.json"
 INDEX = "model.safetensors.index.json"
 """The file that says in which files the newest weights are, as Hugging Face writes it."""
 
 _SAVE = re.compile(r"step-(\d{8,})(-\w+)?")
 """The name of a save's folder; earlier versions wrote it without a nonce."""
+
+
+_RUN_LENGTH = 8
+
+_MOST_BYTES = 2**28
+"""Of a manifest, and of other documents: those of some million tensors."""
+
+_MOST_HOLES = 2**36
+"""Bytes of a file that need not be on the disk; they are read in a minute."""
 
 
 @contextlib.contextmanager
@@ -149,13 +160,30 @@ class Folder:
 
     @_errors_of_the_system()
     def read(self, *names: str) -> bytes:
-        """All bytes of a file.
+        """All bytes of a document.
 
         Raises:
             FileNotFoundError: there is no such file.
+            DamagedCheckpoint: it is larger than any that is written.
         """
-        data: bytes = self._seen_now().cat_file(self.at(*names))
+        data: bytes = self._seen_now().cat_file(self.at(*names), end=_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise DamagedCheckpoint(f"more than {_MOST_BYTES} bytes, which no save writes there")
         return data
+
+    @_errors_of_the_system()
+    def check_filled(self, *names: str) -> None:
+        """Raises DamagedCheckpoint if next to nothing of a large file is on the disk.
+
+        What copied it may have made holes of zeros, and a file system may compress them.
+        """
+        if isinstance(self.fs, LocalFileSystem):
+            status = os.stat(self.at(*names))
+            held = 512 * getattr(status, "st_blocks", status.st_size)  # not on every system
+            if status.st_size - held > _MOST_HOLES and held < status.st_size / 64:
+                raise DamagedCheckpoint(
+                    f"{status.st_size} bytes, of which the disk holds {held}: the others are holes"
+                )
 
     @_errors_of_the_system()
     def size(self, *names: str) -> int:
@@ -216,6 +244,15 @@ def name_of(step: int, nonce: str) -> str:
         nonce: another one for every save, of letters and digits.
     """
     return f"step-{step:08d}-{nonce}"
+
+
+def run_of(name: str) -> str:
+    """The run whose save made a folder of that name: what the nonces of all its saves begin with.
+
+    Earlier versions named some folders without.
+    """
+    nonce = name.split("-")[2:]
+    return nonce[0][:_RUN_LENGTH] if nonce else ""
 
 
 def step_of(name: str) -> int:

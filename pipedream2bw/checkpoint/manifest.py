@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..errors import DamagedCheckpoint
-from ..json_document import Document, check_sum, parse_document
+from ..json_document import Document, check_sum, fields_of, parse_json
 from .folder import MANIFEST, Folder, step_of
 from .tensor_file import SavedFile
 
@@ -112,9 +112,10 @@ def of_bytes(text: bytes) -> Manifest:
     """
     try:
         check_sum(text)
+        value = parse_json(text)
     except ValueError as error:
         raise DamagedCheckpoint(str(error)) from error
-    document = parse_document(text, Manifest.FORMAT, Manifest.VERSION)
+    document = fields_of(value, Manifest.FORMAT, Manifest.VERSION)
     del document.value["sum"]
     document.value.setdefault("saved_before", 0)
     return document.read(Manifest)

@@ -13,7 +13,7 @@ import fsspec
 import torch
 
 from ..model.checkpoint import Checkpoint, open_checkpoint
-from ..optimizer.state_by_name import is_of, of_extensions
+from ..optimizer.state_by_name import first_beside, is_of, of_extensions
 from ..progress import progress
 from .commit import commit, remove, steps_in
 from .encoding import encode
@@ -93,7 +93,9 @@ def _optimizer_state(source: Source) -> dict[str, Any]:
     groups = {
         name: dict(options)
         for optimizer in shared["optimizers"]
-        for options, names in zip(optimizer["groups"], optimizer["members"], strict=True)
+        for options, names in zip(
+            first_beside(optimizer)["param_groups"], optimizer["members"], strict=True
+        )
         for name in names
     }
     return {"state": state, "param_groups": groups}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,10 @@ from .writing import Writer
 
 OUR_EXTRA = "pipedream2bw."
 """Begins names in ``extra`` that are not the user's."""
+
+
+_runs: weakref.WeakKeyDictionary[Session, tuple[str, Iterator[int]]] = weakref.WeakKeyDictionary()
+"""By pipeline, how the nonces of its saves begin, and their numbers."""
 
 
 class Stateful(Protocol):
@@ -122,7 +127,7 @@ class Saver:
 
     Attributes:
         folder: of the checkpoints.
-        run: how the nonces of its saves begin, the same on all ranks.
+        run: how the nonces of all saves of the pipeline begin, the same on all ranks.
     """
 
     def __init__(
@@ -142,9 +147,11 @@ class Saver:
             self.session.control.agree_on_objects(
                 None, {"path": self.folder.root, "param_groups": num_groups}
             )
-            self.run: str = self.session.control.from_first(lambda: secrets.token_hex(4))
+            if self.session not in _runs:
+                name = self.session.control.from_first(lambda: secrets.token_hex(4))
+                _runs[self.session] = name, itertools.count(1)
+        self.run, self._numbers = _runs[self.session]
         self._persistent = self.session.local_model.persistent_names()
-        self._num_saves = 0
         self._memory: list[HostMemory] = []  # that is free
 
     def _open(self, path: str | os.PathLike[str]) -> Folder:
@@ -161,16 +168,29 @@ class Saver:
         for name, tensor in (*local.named_parameters(), *local.named_buffers()):
             check_saveable(name, tensor)
         encode(local.extra_state(), "get_extra_state of the module", {})
+        if self._opt is not None and self._opt.has_own_step:
+            states = generator_states()  # from which an optimizer's step may draw
+            try:
+                encode(self._opt.examples(), "optimizer", {})
+            finally:
+                set_generators(states)
         return Folder(path)
 
     def check(self) -> None:
         """Raises TypeError or ValueError, on every rank, if something cannot be saved."""
         self.session.together(self._known_now)
 
-    def save(self, *, all_versions: bool = True, then: Callable[[], None] = lambda: None) -> Saving:
+    def save(
+        self,
+        *,
+        all_versions: bool = True,
+        runs: Collection[str] | None = None,
+        then: Callable[[], None] = lambda: None,
+    ) -> Saving:
         """Begins to save; see :func:`save`.
 
         Args:
+            runs: whose earlier checkpoint of the batch may be removed; None: any.
             then: called on rank 0 when the checkpoint is whole, in the thread that wrote it. It
                 must not refer to the pipeline.
         """
@@ -189,7 +209,8 @@ class Saver:
         with session.ending.failing_closes():
             session.agree(Operation.save, session.accumulation.num_updates, local)
         manifest, own, tensors = known[-1]
-        self._num_saves += 1
+        nonce = f"{self.run}{next(self._numbers):04d}"
+        manifest = dataclasses.replace(manifest, nonce=nonce)
         memory = self._memory.pop() if self._memory else HostMemory()
         name = name_of(manifest.batch, manifest.nonce)
         saving = Saving(session, self.folder, name)
@@ -223,6 +244,7 @@ class Saver:
             is_ended=is_ended,
             has_failed=has_failed,
             timeout=session.control.timeout,
+            runs=runs,
             then=then,
         ).start(saving)
         return saving
@@ -245,7 +267,7 @@ class Saver:
             generators=encoded(generator_states(), "generators"),
         )
         manifest = Manifest(
-            nonce=f"{self.run}{self._num_saves:04d}",
+            nonce=self.run,  # and a number, once it is saved
             batch=session.accumulation.num_updates,
             train_steps=session.num_train_steps,
             random_seed=session.random_seed,

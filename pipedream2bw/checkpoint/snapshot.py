@@ -21,13 +21,14 @@ import torch
 
 from ..errors import reworded
 from ..optimizer.shares import is_divided, of_all_replicas
-from ..optimizer.state_by_name import OptimizerSnapshot, OwnChanges, SharedState, StateByName
+from ..optimizer.state_by_name import BesideByPart, OptimizerSnapshot, SharedState, StateByName
 from ..ranks.grid import RankGrid
 from ..runtime.extension import Extension, TakenBack
 from ..runtime.local_model import LocalModel
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from .encoding import encode
+from .tensor_file import check_saveable
 
 _Name = TypeVar("_Name", bound=Hashable)
 
@@ -137,7 +138,7 @@ class Snapshot(Extension):
         numbers: what optimizers keep of a parameter beside tensors, by its name.
         model_state: what this rank's modules gave as ``get_extra_state``, encoded, by their names.
         refused: why a module's cannot be saved.
-        own_changes: what optimizers changed in their groups, by stage.
+        beside: what optimizers keep beside their parameters' states, by stage.
         shared: what the optimizers share, when all stages have been copied.
         copied: when all stages have been.
         under_way: events after which devices have made their copies.
@@ -150,7 +151,7 @@ class Snapshot(Extension):
     numbers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     model_state: dict[str, Any] = dataclasses.field(default_factory=dict)
     refused: Exception | None = None
-    own_changes: dict[int, OwnChanges] = dataclasses.field(default_factory=dict)
+    beside: dict[int, dict[int, BesideByPart]] = dataclasses.field(default_factory=dict)
     shared: SharedState | None = None
     copied: Future[None] = dataclasses.field(default_factory=Future)
     under_way: list[torch.Event] = dataclasses.field(default_factory=list)
@@ -235,8 +236,8 @@ def begin_snapshot(
                     left -= 1
                     if left == 0:
                         if optimizer is not None:
-                            changes = snapshot.own_changes.values()
-                            snapshot.shared = optimizer.shared(changes, versions)
+                            beside = [each for _, each in sorted(snapshot.beside.items())]
+                            snapshot.shared = optimizer.shared(beside, versions)
                         snapshot.copied.set_result(None)
             except BaseException as error:  # training goes on
                 with lock:
@@ -292,7 +293,7 @@ class _StageCopier:
         states: StateByName = {}
         if optimizer is not None:  # now: when the last stage is copied, this one may have gone on
             states = optimizer.of_stage(weights)
-            snapshot.own_changes[self.stage.index] = optimizer.own_changes(weights)
+            snapshot.beside[self.stage.index] = optimizer.beside(weights)
         for name, whole in self._divided(states).items():
             master = whole.pop(MODEL, None)
             if name in mine and master is not None:
@@ -302,6 +303,7 @@ class _StageCopier:
         for name in mine.intersection(states):
             for key, value in states[name].items():
                 if isinstance(value, torch.Tensor):
+                    check_saveable(f"{name}/{key}", value)
                     live[OPTIMIZER, f"{saved_as[name]}/{key}"] = value
                 else:
                     kept = snapshot.numbers.setdefault(saved_as[name], {})

@@ -58,9 +58,11 @@ class Source:
             size = self.folder.size(self.name, file_name)
             if size != saved.size:
                 raise ValueError(f"{size} bytes, it was written with {saved.size}")
+            self.folder.check_filled(self.name, file_name)
             if set(self._header(file_name)) != set(saved.tensors):
                 raise ValueError("other tensors than were written")
-        for _ in self._tensors(dict.fromkeys(saved.tensors, file_name)) if sums else ():
+        places = dict.fromkeys(saved.tensors, file_name)
+        for _ in self._tensors(places, keep=False) if sums else ():
             pass
 
     @contextlib.contextmanager
@@ -104,11 +106,13 @@ class Source:
         """
         return dict(self._tensors(places))
 
-    def _tensors(self, places: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(
+        self, places: Mapping[str, str], *, keep: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for file_name in dict.fromkeys(places.values()):
             with self._naming(file_name), self.folder.open(self.name, file_name) as file:
                 for name in (n for n, place in places.items() if place == file_name):
-                    tensor, crc = read_tensor(file, self.entry(name, file_name))
+                    tensor, crc = read_tensor(file, self.entry(name, file_name), keep=keep)
                     if crc != self.manifest.files[file_name].tensors[name]:
                         raise ValueError(f"{name}: {OTHER_SUM}")
                     yield name, tensor
@@ -185,6 +189,8 @@ def damage_of(folder: Folder, name: str, *, sums: bool) -> Iterator[str]:
     try:
         if folder.read(name, INDEX) != weights_index(source.manifest.files):
             yield f"{index}: it does not say where the manifest's weights are"
+    except DamagedCheckpoint as error:
+        yield f"{index}: {error}"
     except _MISSING:
         yield f"{index}: there is no such file"
     for file_name, saved in source.manifest.files.items():

@@ -10,11 +10,15 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from typing import IO, Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..json_document import Field, parse_json
 
 _DTYPES = {
     "F64": torch.float64,
@@ -42,6 +46,10 @@ TENSORS = ".safetensors"
 OTHER_SUM = "its sum is another than when it was written"
 
 _CHUNK_BYTES = 16 * 2**20
+_MOST_HEADER_BYTES = 100_000_000
+"""As the safetensors package has it."""
+_MOST_TENSORS = 2**18
+"""In a file: they are compared within seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,9 +89,11 @@ class Entry(NamedTuple):
 
 def check_saveable(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError if a file cannot hold the tensor."""
-    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
+    is_wrapper = is_traceable_wrapper_subclass(tensor)  # whose values are in other tensors
+    if is_wrapper or tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
+        what = f" in a {type(tensor).__name__}" if is_wrapper else ""
         raise TypeError(
-            f"{name}: a tensor of {tensor.dtype}, {tensor.layout}: checkpoints hold strided "
+            f"{name}: a tensor of {tensor.dtype}, {tensor.layout}{what}: checkpoints hold strided "
             f"tensors of {', '.join(str(dtype) for dtype in _NAMES)}"
         )
 
@@ -98,6 +108,7 @@ def write_tensors(
 
     Raises:
         TypeError: a file cannot hold one of them; nothing has been written.
+        ValueError: there are too many.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers look there
     place = 0
@@ -112,6 +123,7 @@ def write_tensors(
         place += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that every tensor of 8 bytes is aligned
+    _check_room(len(tensors), len(text))
     start = len(text).to_bytes(8, "little") + text
     file.write(start)
     sums = {}
@@ -140,36 +152,64 @@ def read_header(file: io.BufferedIOBase, saved: SavedFile) -> dict[str, Entry]:
     """
     start = file.read(8)
     length = int.from_bytes(start, "little")
+    _check_room(len(saved.tensors), length)
     text = file.read(min(length, saved.size))
     if zlib.crc32(start + text) != saved.header_sum:
         raise ValueError(f"the header: {OTHER_SUM}")
-    header: dict[str, Any] = json.loads(text)
+    header = Field(parse_json(text), "the header").entries()
     header.pop("__metadata__", None)
-    return {name: _entry(fields, 8 + length) for name, fields in header.items()}
+    return {name: _entry(field, 8 + length, saved.size) for name, field in header.items()}
 
 
-def _entry(fields: Mapping[str, Any], data: int) -> Entry:
-    begin, end = fields["data_offsets"]
-    return Entry(_DTYPES[fields["dtype"]], tuple(fields["shape"]), data + begin, data + end)
+def _check_room(num_tensors: int, header_bytes: int) -> None:
+    for what, number, most in (
+        ("tensors", num_tensors, _MOST_TENSORS),
+        ("bytes of the header", header_bytes, _MOST_HEADER_BYTES),
+    ):
+        if number > most:
+            raise ValueError(f"{what}: {number}, a file must have at most {most}")
 
 
-def read_tensor(file: io.BufferedIOBase, entry: Entry) -> tuple[torch.Tensor, int]:
+def _entry(field: Field, data: int, size: int) -> Entry:
+    """An entry of a header: ``data`` is where the tensors begin in the file of so many bytes."""
+    dtype, dimensions, offsets = field.fields("dtype", "shape", "data_offsets")
+    if dtype.read_as(str) not in _DTYPES:
+        dtype.fail(f"one of {', '.join(_DTYPES)}")
+    shape = tuple(each.read_as(int) for each in dimensions.items())
+    begin, end = (data + each.read_as(int) for each in offsets.items(2))
+    entry = Entry(_DTYPES[dtype.value], shape, begin, end)
+    fits = data <= begin <= end <= size and min(shape, default=0) >= 0
+    if not fits or end - begin != math.prod(shape) * entry.dtype.itemsize:
+        field.fail(f"a tensor whose bytes are in the file of {size}")
+    return entry
+
+
+def read_tensor(
+    file: io.BufferedIOBase, entry: Entry, *, keep: bool = True
+) -> tuple[torch.Tensor, int]:
     """A tensor of the file, and the sum of its bytes.
+
+    Args:
+        keep: otherwise only the sum is of use, and little memory is needed.
 
     Raises:
         ValueError: the file ends before.
     """
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
     size = entry.end - entry.begin
-    if size == 0:
-        return tensor, 0
-    data = tensor.flatten().view(torch.uint8).numpy().data
+    tensor = torch.empty(entry.shape, dtype=entry.dtype) if keep else torch.empty(0)
+    bytes_of = tensor.flatten().view(torch.uint8) if keep else _chunk(size)
+    data = bytes_of.numpy().data
     file.seek(entry.begin)
     crc = 0
     for first in range(0, size, _CHUNK_BYTES):
-        chunk = data[first : first + _CHUNK_BYTES]
+        begin = first if keep else 0
+        chunk = data[begin : begin + min(_CHUNK_BYTES, size - first)]
         read = file.readinto(chunk)
         if read != len(chunk):
             raise ValueError(f"{size} bytes at {entry.begin}: the file ends before")
         crc = zlib.crc32(chunk, crc)
     return tensor, crc
+
+
+def _chunk(size: int) -> torch.Tensor:
+    return torch.empty(min(size, _CHUNK_BYTES), dtype=torch.uint8)

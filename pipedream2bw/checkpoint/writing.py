@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..json_document import Field
+from ..optimizer.state_by_name import STAGES
 from .commit import clean, commit, failed_name, is_whole, part_name
 from .encoding import encode
 from .folder import Folder
@@ -52,6 +53,7 @@ class Writer:
         is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
         has_failed: says whether it has by a failure, so that other ranks may have ended, too.
         timeout: seconds that a rank waits for the others' parts.
+        runs: whose earlier checkpoint of the batch may be removed; None: any.
         then: called on rank 0 when the checkpoint is whole; must not raise.
         written: files of tensors.
     """
@@ -65,6 +67,7 @@ class Writer:
     is_ended: Callable[[], bool]
     has_failed: Callable[[], bool]
     timeout: float
+    runs: Collection[str] | None
     then: Callable[[], None]
     written: list[str] = dataclasses.field(default_factory=list)
 
@@ -103,7 +106,8 @@ class Writer:
                 self._write_json(part_name(rank), dataclasses.asdict(self._write_part()))
                 took("write")
                 if rank == 0:
-                    commit(self.folder, self.name, _merged(self.manifest, self._all_parts()))
+                    whole = _merged(self.manifest, self._all_parts())
+                    commit(self.folder, self.name, whole, self.runs)
             except BaseException as error:
                 if not is_whole(self.folder, self.name):  # else it failed afterwards
                     self._give_up(f"{type(error).__name__}: {error}")
@@ -261,16 +265,14 @@ def _merged(manifest: Manifest, parts: list[_Part]) -> Manifest:
 
 
 def _merged_optimizers(of_ranks: list[Any]) -> Any:
-    """The first rank's; but of an optimizer of which it has no parameter, the first that has.
-
-    The members of groups are those of all ranks.
-    """
+    """The first rank's, with what the stages of all keep and the groups' members of all."""
     if of_ranks[0] is None:
         return None
     return of_ranks[0] | {
         "optimizers": [
             {
-                **next((each for each in of_each if not each["is_empty"]), of_each[0]),
+                **of_each[0],
+                STAGES: {k: v for each in reversed(of_each) for k, v in each[STAGES].items()},
                 "members": [
                     sorted({name for names in of_group for name in names})
                     for of_group in zip(*(each["members"] for each in of_each), strict=True)

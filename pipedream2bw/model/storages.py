@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import dlpack
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -22,6 +23,14 @@ def bytes_of_storage(tensor: torch.Tensor) -> tuple[int, int]:
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in steps)
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same memory as a tensor of a storage of its own, which begins where it does.
+
+    Tools that save files take tensors of one storage for tied ones, and leave all but one out.
+    """
+    return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
 
 
 def return_freed_memory() -> None:

@@ -70,7 +70,8 @@ def load_states(
     """
     if on_host:
         for optimizer, theirs in zip(optimizers, state_dicts, strict=True):
-            optimizer.load_state_dict({**theirs, "state": {}})
+            beside = {key: v for key, v in theirs["state"].items() if not isinstance(key, int)}
+            optimizer.load_state_dict({**theirs, "state": beside})
             numbers = itertools.chain(*(group["params"] for group in theirs["param_groups"]))
             for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
                 if number in theirs["state"]:

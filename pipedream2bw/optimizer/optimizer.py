@@ -343,6 +343,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._check_in_charge()
         return self._saved.snapshot()
 
+    @property
+    def has_own_step(self) -> bool:
+        """Whether an optimizer steps by itself, not in a fused pass."""
+        return None in self._wrapped.kinds
+
+    def examples(self) -> dict[str, Any]:
+        """What checkpoints will have of each optimizer that steps by itself, in kind."""
+        return self._saved.examples()
+
     def check_snapshot(self, shared: SharedState) -> None:
         """Raises ValueError if these optimizers cannot go on from a snapshot."""
         self.snapshot().check(shared)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..runtime.extension import Extension, Update
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .fused import parameters_of
+from .restriction import Beside, Restriction, beside_states, options_of, set_beside
+
+log = logging.getLogger("pipedream2bw")
 
 
 class StageStepper:
@@ -31,7 +35,11 @@ class StageStepper:
         for i, name in enumerate(stage.trainable):
             if id(stage.originals[i]) in given and stage.engine.owns(i):
                 positions.setdefault(stage.stages_of(name), []).append(i)
-        self._parts = [_PartStepper(optimizer, stage, those) for those in positions.values()]
+        self._parts = [
+            _PartStepper(optimizer, stage, those)
+            for those in positions.values()
+            if those or len(positions) == 1
+        ]
         # By update, not yet made: an update whose gradients overflowed leaves them to the next.
         self._changes: collections.deque[tuple[int, list[dict[str, Any]]]] = collections.deque()
 
@@ -42,13 +50,35 @@ class StageStepper:
 
     def current_options(self) -> list[dict[str, Any]]:
         """Its groups' options as the last update left them; not while one is under way."""
-        part = next((part for part in self._parts if part.positions), self._parts[0])
-        return options_of(part.optimizer.param_groups)
+        return options_of(self._parts[0].optimizer.param_groups)
 
     @property
     def is_empty(self) -> bool:
         """Whether the optimizer has no parameter on this stage."""
-        return not any(part.positions for part in self._parts)
+        return not self._parts[0].positions
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """What the optimizer keeps of the stage's parameters, by their positions; live."""
+        return {i: part.state_of(i) for part in self._parts for i in part.positions}
+
+    def beside(
+        self, given: Sequence[dict[str, Any]], seen: Sequence[dict[str, Any]]
+    ) -> dict[str, Beside]:
+        """Copies of what it keeps beside that, by the first of each part's parameters.
+
+        Args:
+            given, seen: see :func:`changed_by`.
+        """
+        found = [part.beside() for part in self._parts if part.positions]
+        for each in found:
+            theirs = zip(each["param_groups"], changes(given, seen), strict=True)
+            each["param_groups"] = [{**group, **changed} for group, changed in theirs]
+        return {each["params"][0]: each for each in found}
+
+    def go_on(self, beside: Mapping[str, Beside]) -> None:
+        """Goes on with what :meth:`beside` gave: a part with that of its first parameter."""
+        for part in self._parts:
+            part.go_on(beside)
 
     def change(self, update: int, groups: list[dict[str, Any]]) -> None:
         """Before the update of that number: what the user has changed in each group."""
@@ -84,8 +114,7 @@ class StageStepper:
         for part in self._parts:
             method = getattr(type(part.optimizer), name, None)
             if method is not None:
-                method(part.optimizer)
-                part.written()
+                part.call(method)
 
 
 def steps_in(
@@ -122,8 +151,32 @@ class _PartStepper:
         self._stage = stage
         self.positions = positions
         stage.handles_step |= bool(positions)
+        self._names = [list(stage.trainable)[i] for i in positions]
         pairs = [(stage.originals[i], stage.handles[i]) for i in positions]
-        self.optimizer = _Restriction(pairs).of(optimizer)
+        self._restriction = Restriction(pairs)
+        self.optimizer = self._restriction.of(optimizer)
+
+    def state_of(self, position: int) -> dict[str, Any]:
+        return dict(self.optimizer.state.get(self._stage.handles[position], {}))
+
+    def beside(self) -> Beside:
+        """Copies of what the optimizer keeps beside its parameters' states."""
+        return {**beside_states(self.optimizer), "params": self._names}
+
+    def go_on(self, beside: Mapping[str, Beside]) -> None:
+        """Goes on with that of its first parameter."""
+        mine = {n: each for each in beside.values() for n in each["params"] if n in self._names}
+        if self._names and self._names[0] in mine:
+            first = mine[self._names[0]]
+            set_beside(self.optimizer, first)
+            others = [each for each in mine.values() if each is not first]
+            if any(differ({**first, "params": 0}, {**each, "params": 0}) for each in others):
+                log.warning(
+                    "%s: stages kept other values beside their parameters' states, and were split "
+                    "otherwise: the stage of %s goes on with those of that parameter's",
+                    type(self.optimizer).__name__,
+                    self._names[0],
+                )
 
     def step(self, slot: int, divisor: float) -> None:
         if not self.positions:
@@ -131,20 +184,29 @@ class _PartStepper:
         engine = self._stage.engine
         handles = [self._stage.handles[i] for i in self.positions]
         self._stage.check_unwritten(handles)
-        outside = [handle.grad for handle in handles]
+        outside = [(handle.data, handle.grad) for handle in handles]
         for i, handle in zip(self.positions, handles, strict=True):
             handle.data = engine.master(slot, i)
             gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
             handle.grad = gradient
         try:
-            with _divided_lr(self.optimizer.param_groups, divisor):
+            with (
+                self._restriction.states_shared(),
+                _divided_lr(self.optimizer.param_groups, divisor),
+            ):
                 type(self.optimizer).step(self.optimizer)
         finally:
-            for handle, gradient in zip(handles, outside, strict=True):
-                handle.grad = gradient
-        self.written(slot)
+            for handle, (data, gradient) in zip(handles, outside, strict=True):
+                handle.grad = None  # one of another dtype is of no tensor
+                handle.data, handle.grad = data, gradient
+        self._written(slot)
 
-    def written(self, slot: int | None = None) -> None:
+    def call(self, method: Callable[[torch.optim.Optimizer], object]) -> None:
+        with self._restriction.states_shared():
+            method(self.optimizer)
+        self._written()
+
+    def _written(self, slot: int | None = None) -> None:
         """The optimizer has written to its weights, or to the masters that they round to.
 
         Args:
@@ -175,89 +237,9 @@ def _divided_lr(groups: list[dict[str, Any]], divisor: float) -> Iterator[None]:
             group["lr"] = before
 
 
-def first_states(
-    optimizer: torch.optim.Optimizer, stages: Iterable[StageWeights], names: Mapping[int, str]
-) -> dict[str, dict[str, Any]]:
-    """What the optimizer would keep after a step without gradients, by the parameters' names.
-
-    Of the right kinds and shapes, but the values are none of the run's. The step is made on copies.
-
-    Args:
-        names: by the parameters' id.
-    """
-    return {
-        names[id(original)]: state
-        for stage in stages
-        for original, state in _first_states(optimizer, stage)
-    }
-
-
-def _first_states(
-    optimizer: torch.optim.Optimizer, stage: StageWeights
-) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-    given = set(map(id, parameters_of(optimizer)))
-    pairs = []
-    for i, original in enumerate(stage.originals if stage.is_shown else ()):
-        if id(original) in given:
-            master = stage.engine.master(stage.engine.newest_slot, i)
-            handle = nn.Parameter(master.detach().clone())
-            handle.grad = torch.zeros_like(handle)
-            pairs.append((original, handle))
-    if pairs:
-        part = _Restriction(pairs).of(optimizer)
-        type(part).step(part)
-        for original, handle in pairs:
-            yield original, part.state.get(handle, {})
-
-
-class _Restriction:
-    """An optimizer restricted to some of its parameters; state is shared by parameter."""
-
-    def __init__(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        self._pairs = pairs  # a parameter of the optimizer, and what it will step instead
-        self._handle_of = {id(original): handle for original, handle in self._pairs}
-        self._groups: dict[int, dict[str, Any]] = {}  # by the original's id
-
-    def of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        # Not copy.copy, for which an optimizer has no attributes beyond groups and state.
-        part: torch.optim.Optimizer = object.__new__(type(optimizer))
-        part.__dict__.update(optimizer.__dict__)
-        for name, value in vars(optimizer).items():
-            if isinstance(value, torch.optim.Optimizer):  # of which this one is made
-                part.__dict__[name] = self.of(value)
-        if "param_groups" in vars(optimizer):
-            part.param_groups = [self._group(group) for group in optimizer.param_groups]
-        is_shown = all(original is handle for original, handle in self._pairs)
-        if "state" in vars(optimizer) and not is_shown:
-            part.state = self._own_state(optimizer)
-        return part
-
-    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """One for each of the original's: an optimizer shares them with those it is made of."""
-        if id(group) not in self._groups:
-            mine = [self._handle_of[id(p)] for p in group["params"] if id(p) in self._handle_of]
-            (options,) = options_of([group])
-            self._groups[id(group)] = {**options, "params": mine}
-        return self._groups[id(group)]
-
-    def _own_state(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The state of a copy, which has to stay apart from the first one's."""
-        state: collections.defaultdict[nn.Parameter, Any] = collections.defaultdict(dict)
-        for original, handle in self._pairs:
-            if original in optimizer.state:
-                state[handle] = copy.deepcopy(optimizer.state[original])
-        return state
-
-
-def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of all that the groups have beside their parameters."""
-    return [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in groups
-    ]
-
-
-def changes(current: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def changes(
+    current: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """What the user changed in each group.
 
     Stages get only this: their optimizers may keep counters in their groups.
@@ -303,10 +285,13 @@ def changed_by(
 
 
 def differ(new: Any, old: Any) -> bool:
-    """Whether an option is another one."""
+    """Whether an option is another one, or a tree of lists, dictionaries and the like is."""
     if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
         return not torch.equal(new, old)
-    return type(new) is not type(old) or bool(new != old)
+    (news, tree), (olds, other) = map(pytree.tree_flatten, (new, old))
+    if tree.is_leaf():
+        return type(new) is not type(old) or bool(new != old)
+    return tree != other or any(map(differ, news, olds))
 
 
 def keep_from_zeroing(optimizer: torch.optim.Optimizer, session: Session) -> None:

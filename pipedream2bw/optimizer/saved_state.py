@@ -13,9 +13,10 @@ from ..runtime.extension import Extension, Kept, joined, parted, saved_by
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from .fused_state import load_states
-from .own_step import first_states, options_of
+from .restriction import example_state, options_of
 from .shares import all_shares, forget_others, whole_states
 from .state_by_name import (
+    STAGES,
     OptimizerSnapshot,
     SharedState,
     StateByName,
@@ -55,8 +56,9 @@ class SavedState:
         session.flush_to_read(Operation.optimizer_state_dict)
         wrapped.show_states()
         wrapped.read_counters()
-        with whole_states(session, wrapped.optimizers, wrapped.weights):
-            result = state_of_all(wrapped.optimizers, self._names(), wrapped.room)
+        beside = wrapped.beside()
+        with whole_states(session, wrapped.optimizers, wrapped.weights, wrapped.states_on):
+            result = state_of_all(wrapped.optimizers, self._names(), wrapped.room, beside)
         if not wrapped.room and wrapped.first_step is None:
             result[_NOT_BEGUN] = True
         if self._scale is not None:
@@ -84,27 +86,38 @@ class SavedState:
         self._session.flush_for(Operation.optimizer_state_dict)
         wrapped = self._wrapped
         if wrapped.first_step is None:
-            names = self._names()
-            wrapped.room = [first_states(o, wrapped.weights, names) for o in wrapped.optimizers]
+            wrapped.make_room(self._names())
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` or a stock optimizer's gave. Drained."""
         wrapped = self._wrapped
         known = self._session.local_model.persistent_names()
         states = states_of_each(state_dict, wrapped.optimizers, self._names(), known)
-        wrapped.first_step, wrapped.room = -1, []
+        wrapped.first_step, wrapped.room, wrapped.room_beside = -1, [], {}
         on_host = self._session.stages.options.optimizer_on_host
         load_states(wrapped.optimizers, states, wrapped.weights, on_host=on_host)
         if self._scale is not None and "loss_scale" in state_dict:
             version, scale = self._session.accumulation.num_updates, state_dict["loss_scale"]
             self._scale.set(version, float(scale["scale"]), int(scale["_growth_tracker"]))
-        wrapped.make_steppers()
+        given = [state_dict] if len(states) == 1 else state_dict["optimizers"]
+        wrapped.make_steppers(
+            {number: each[STAGES] for number, each in enumerate(given) if STAGES in each}
+        )
         for extension in self._extensions:
             state = state_dict.get(extension.name)
             kept = {} if state is None else parted(state["kept"])
             extension.load(state, kept, wrapped.weights)
         wrapped.take_states()
         forget_others(wrapped.optimizers, wrapped.weights)
+
+    def examples(self) -> dict[str, Any]:
+        """What checkpoints will have of each optimizer that steps by itself, in kind."""
+        wrapped, names = self._wrapped, self._names()
+        found: dict[str, Any] = {}
+        for optimizer in (wrapped.optimizers[number] for number in wrapped.seen):
+            beside, state = example_state(optimizer, wrapped.weights, names) or ({}, {})
+            found[type(optimizer).__name__] = {"beside": beside, "state": state}
+        return found
 
     def snapshot(self) -> OptimizerSnapshot:
         """What the last step will leave, to be read when every stage has made it."""

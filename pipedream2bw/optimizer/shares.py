@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,17 +60,21 @@ def whole_states(
     session: Session,
     optimizers: Sequence[torch.optim.Optimizer],
     stages: Sequence[StageWeights],
+    states_on: Callable[[StageWeights], Mapping[int, dict[str, Any]]],
 ) -> Iterator[None]:
     """Meanwhile the optimizers' states have all parameters of this process's stages.
 
     Every rank calls it, drained. After a failure there is only what this replica steps.
+
+    Args:
+        states_on: gives what is kept of the parameters that this replica steps on a stage.
     """
     holders = {id(p): optimizer for optimizer in optimizers for p in parameters_of(optimizer)}
     own = stepped_here(stages)
     try:
         for weights in stages:
             if weights.engine.is_shared and not session.ending.has_failed:
-                _gather(session, weights, holders, own)
+                _gather(session, weights, states_on(weights), holders, own)
         yield
     finally:
         forget_others(optimizers, stages)
@@ -79,15 +83,12 @@ def whole_states(
 def _gather(
     session: Session,
     weights: StageWeights,
+    states: Mapping[int, dict[str, Any]],
     holders: dict[int, torch.optim.Optimizer],
     own: set[int],
 ) -> None:
     originals = dict(zip(weights.trainable, weights.originals, strict=True))
-    mine = {
-        name: holders[id(original)].state.get(original, {})
-        for i, (name, original) in enumerate(originals.items())
-        if weights.engine.owns(i)
-    }
+    mine = {name: states[i] for i, name in enumerate(originals) if i in states}
     found = all_shares(session, weights, mine)
     for name, original in originals.items():
         if found.get(name) and id(original) not in own:

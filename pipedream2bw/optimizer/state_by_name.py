@@ -18,27 +18,31 @@ from ..runtime.extension import Extension, joined
 from ..runtime.stage_weights import StageWeights
 from .fused import Holder, parameters_of
 from .fused_state import read_state
-from .own_step import StageStepper, changed_by
+from .own_step import StageStepper, changes
+from .restriction import Beside, others_of
 
 STALENESS = "staleness"
 """The name of the remedies for the delay, among those of extensions."""
 
+STAGES = "stages"
+"""The key of what stages keep beside their parameters' states, in an optimizer's dictionary."""
+
 StateByName = dict[str, dict[str, Any]]
 """By the parameters' names: what the stock optimizer would have; tensors are the live ones."""
 
-OwnChanges = Mapping[int, Sequence[Mapping[str, Any]]]
-"""By the number of an optimizer that steps by itself: what it changed in each of its groups."""
+BesideByPart = Mapping[str, Beside]
+"""What one optimizer's stages keep beside their parameters' states, by the first name of each."""
 
 SharedState = Mapping[str, Any]
 """What optimizers share, as a checkpoint has it.
 
 ``optimizers``: of each the class's name as ``kind``; the options of its ``groups``; the names of
-each group's trained parameters as ``members``, in this process or in all; and whether it
-``is_empty``: this process has none of its parameters, and the groups lack what the optimizer itself
-changes there. ``staleness``: the remedies for the delay, in words. ``delayed_batches``: steps since
-the warm-up. ``loss_scales`` of each version that is read again, empty without loss scaling.
-``growth_tracker``: updates without overflow since the scale last changed. What each other extension
-saves beside the parameters' states is under its name.
+each group's trained parameters as ``members``, in this process or in all; and what its ``stages``
+keep beside their parameters' states, if it steps by itself. That has the options that it changed,
+which earlier versions wrote into ``groups`` alone. ``staleness``: the remedies for the delay, in
+words. ``delayed_batches``: steps since the warm-up. ``loss_scales`` of each version that is read
+again, empty without loss scaling. ``growth_tracker``: updates without overflow since the scale last
+changed. What each other extension saves beside the parameters' states is under its name.
 """
 
 _NO_EXTENSIONS = ("optimizers", STALENESS, "delayed_batches", "loss_scales", "growth_tracker")
@@ -87,49 +91,43 @@ class OptimizerSnapshot:
 
         What extensions keep is with it.
         """
-        found: StateByName = {}
-        for i, (name, handle) in enumerate(weights.trainable.items()):
-            if weights.is_shown and weights.counts(name) and weights.engine.owns(i):
-                kind, optimizer, group = self.holders[id(handle)]
-                of_own = optimizer.state.get(handle, {})
-                found[name] = read_state(kind, weights, i, group) if kind else dict(of_own)
+        states = states_on(weights, self.holders, self.steppers)
+        found = {
+            name: states[i]
+            for i, name in enumerate(weights.trainable)
+            if i in states and weights.counts(name)
+        }
         for extension in self.extensions:
             for name, of_one in extension.kept(weights).items():
                 if name in found:
                     found[name] |= {_name(extension.name, key): v for key, v in of_one.items()}
         return found
 
-    def own_changes(self, weights: StageWeights) -> OwnChanges:
-        """What the optimizers that step by themselves changed in their groups, as the stage has it.
-
-        Of those that have a parameter on the stage.
-        """
-        steppers = {number: self.steppers[number, weights.index] for number in self.seen}
+    def beside(self, weights: StageWeights) -> dict[int, BesideByPart]:
+        """Copies of what the stage's optimizers keep beside its parameters' states, by number."""
         return {
-            number: changed_by(stepper.current_options(), self.options[number], self.seen[number])
-            for number, stepper in steppers.items()
-            if not stepper.is_empty
+            number: self.steppers[number, weights.index].beside(self.options[number], seen)
+            for number, seen in self.seen.items()
         }
 
-    def shared(self, own_changes: Collection[OwnChanges], versions: Sequence[int]) -> SharedState:
+    def shared(
+        self, beside: Collection[Mapping[int, BesideByPart]], versions: Sequence[int]
+    ) -> SharedState:
         """The rest, when each of this process's stages has made the version.
 
         Args:
-            own_changes: on each of these stages; what one has of an optimizer, all have.
+            beside: of each of these stages.
             versions: those that are read again.
         """
-        optimizers = []
-        for number, options in enumerate(self.options):
-            changed = next((each[number] for each in own_changes if number in each), None)
-            added = changed or [{}] * len(options)
-            optimizers.append(
-                {
-                    "kind": type(self.optimizers[number]).__name__,
-                    "groups": [{**a, **b} for a, b in zip(options, added, strict=True)],
-                    "members": self._members(self.optimizers[number]),
-                    "is_empty": number in self.seen and changed is None,
-                }
-            )
+        optimizers = [
+            {
+                "kind": type(self.optimizers[number]).__name__,
+                "groups": options,
+                "members": self._members(self.optimizers[number]),
+                STAGES: {k: v for each in beside for k, v in each.get(number, {}).items()},
+            }
+            for number, options in enumerate(self.options)
+        ]
         return {
             **{name: saved for name, saved in self.saved.items() if name != STALENESS},
             "optimizers": optimizers,
@@ -215,10 +213,14 @@ def as_state_dict(
                 own[key] = value
             else:
                 kept[extension].setdefault(name, {})[rest] = value
-    wholes = [
-        {"state": by_name, "param_groups": [{**group, "params": []} for group in each["groups"]]}
-        for each in shared["optimizers"]
-    ]
+    wholes = []
+    for each in shared["optimizers"]:
+        of_stages, first = each.get(STAGES, {}), first_beside(each)
+        groups = [{**group, "params": []} for group in first["param_groups"]]
+        state = {**first["state"], **by_name}
+        wholes.append({**others_of(first), "state": state, "param_groups": groups})
+        if any(is_any(beside, each["groups"]) for beside in of_stages.values()):
+            wholes[-1][STAGES] = of_stages
     whole: dict[str, Any] = wholes[0] if len(wholes) == 1 else {"optimizers": wholes}
     of_each = {name: {**saved, "kept": joined(kept[name])} for name, saved in saved_by.items()}
     return whole | of_each
@@ -237,20 +239,62 @@ def is_of(key: str, extensions: Collection[str]) -> bool:
     return key == STALENESS or (bool(dot) and name in extensions)
 
 
+def is_any(beside: Beside, groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether an optimizer keeps anything beside, or has other options than its groups say."""
+    keeps = bool(others_of(beside) or beside["state"])
+    return keeps or any(changes(beside["param_groups"], groups))
+
+
+def first_beside(saved: Mapping[str, Any]) -> Beside:
+    """What the first stage keeps beside its parameters' states, of one optimizer as saved."""
+    groups = saved["groups"]
+    none = {"state": {}, "param_groups": groups}
+    first = next(iter(saved.get(STAGES, {}).values()), none)
+    whole = [{**a, **b} for a, b in zip(groups, first["param_groups"], strict=True)]
+    return {**first, "param_groups": whole}
+
+
+def states_on(
+    weights: StageWeights,
+    holders: Mapping[int, Holder],
+    steppers: Mapping[tuple[int, int], StageStepper],
+) -> dict[int, dict[str, Any]]:
+    """What is kept of the parameters that this replica steps on a stage; its tensors are live.
+
+    Args:
+        holders: by the parameters' id.
+        steppers: by number of the optimizer and stage.
+    """
+    own: dict[int, dict[str, Any]] = {}
+    for (_, stage), stepper in steppers.items():
+        own |= stepper.states() if stage == weights.index else {}
+    for i, original in enumerate(weights.originals):
+        kind, _, group = holders[id(original)]
+        if kind is not None and weights.engine.owns(i):
+            own[i] = read_state(kind, weights, i, group)
+    return own
+
+
 def state_of_all(
     optimizers: Sequence[torch.optim.Optimizer],
     names: Mapping[int, str],
     rooms: Sequence[StateByName],
+    beside: Mapping[int, BesideByPart],
 ) -> dict[str, Any]:
     """One dictionary of several optimizers' state, by name.
 
     Args:
         names: by the parameters' id.
         rooms: of each, in place of its own state; may be empty.
+        beside: by number of an optimizer, what its stages keep beside, if anything.
     """
     states = [_with_names(each.state_dict(), each, names) for each in optimizers]
     for state, room in zip(states, rooms, strict=False):
         state["state"] = room
+    for number, of_stages in beside.items():
+        first = next(iter(of_stages.values()))
+        states[number] |= others_of(first) | {STAGES: of_stages}
+        states[number]["state"] |= first["state"]
     return states[0] if len(states) == 1 else {"optimizers": states}
 
 
@@ -330,7 +374,7 @@ def _with_numbers(
     states, groups = state_dict["state"], state_dict["param_groups"]
     members = [each for group in groups for each in group["params"]]
     if any(isinstance(key, int) for key in (*states, *members)):
-        return dict(state_dict)
+        return {key: value for key, value in state_dict.items() if key != STAGES}
     if unknown := sorted(set(members).difference(known)):
         raise ValueError(f"state_dict: {', '.join(unknown[:3])}: no parameter of the model")
     if len(groups) != len(optimizer.param_groups):
@@ -353,4 +397,5 @@ def _with_numbers(
             if key not in ("params", "param_names")
         }
         packed.append({**options, "params": list(range(first, number))})
-    return {"state": state, "param_groups": packed}
+    others = {key: value for key, value in state_dict.items() if key != STAGES}
+    return {**others, "state": state, "param_groups": packed}

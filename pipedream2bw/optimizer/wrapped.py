@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..runtime.extension import Extension, TakenBack
 from ..runtime.session import Session
+from ..runtime.stage_weights import StageWeights
 from .checks import stepping
 from .clipping import GradNorm
 from .fused import Holder, fused_kind, step_hooks
 from .fused_state import show_states, take_states
-from .own_step import StageStepper, options_of, take_over_counters
-from .state_by_name import StateByName
+from .own_step import StageStepper, changed_by, take_over_counters
+from .restriction import example_state, first_states, options_of
+from .state_by_name import BesideByPart, StateByName, is_any, states_on
 
 
 def _mark(value: Any) -> tuple[Any, int]:
@@ -34,6 +38,7 @@ class Wrapped(Extension):
         seen: their groups' options as the last step saw them, by number.
         first_step: the batch of the first step; -1: it was before; None: there was none.
         room: for what is to be loaded, of each.
+        room_beside: the same, for what :meth:`beside` gives.
         grad_norm: of the last step; None: it was discarded, there was none, or it is not measured.
     """
 
@@ -43,8 +48,13 @@ class Wrapped(Extension):
         self.kinds = [
             fused_kind(each.optimizer, each.dtypes) for each in stepping(session, optimizers)
         ]
-        self.first_step = -1 if any(any(o.state.values()) for o in optimizers) else None
+        states = [
+            o.state[key] for o in optimizers for key in o.state if isinstance(key, torch.Tensor)
+        ]
+        self.first_step = -1 if any(states) else None
         self.room: list[StateByName] = []
+        self.room_beside: dict[int, BesideByPart] = {}
+        self._changing: set[int] = set()  # the numbers of those that change their groups' options
         self._num_hooks = self._count_hooks()
         self._sizes = self._count_parameters()
         self._shown: dict[int, dict[str, tuple[Any, int]]] = {}  # by the parameter's id
@@ -90,14 +100,62 @@ class Wrapped(Extension):
                         "place after opt.state_dict(), or call opt.load_state_dict()"
                     )
 
-    def make_steppers(self) -> None:
-        """Makes them anew, with the optimizers' options and state as they are."""
+    def make_steppers(self, beside: Mapping[int, BesideByPart] = MappingProxyType({})) -> None:
+        """Makes them anew, with the optimizers' options and state as they are.
+
+        Args:
+            beside: what their stages are to go on with, by number.
+        """
         self.seen = self.own_options()
+        self._changing.update(beside)
         self.steppers = {
             (number, weights.index): StageStepper(self.optimizers[number], weights)
             for number in self.seen
             for weights in self.weights
         }
+        for (number, _), stepper in self.steppers.items():
+            stepper.go_on(beside.get(number, {}))
+
+    def states_on(self, weights: StageWeights) -> dict[int, dict[str, Any]]:
+        """What is kept of the parameters that this replica steps on a stage, live. Drained."""
+        return states_on(weights, self.holders(), self.steppers)
+
+    def beside(self) -> dict[int, BesideByPart]:
+        """By number, what the optimizers' stages keep beside their parameters' states, if anything.
+
+        Drained, and after :meth:`read_counters`.
+        """
+        if self.room_beside:
+            return self.room_beside
+        given = self.own_options()
+        found: dict[int, BesideByPart] = {}
+        for number, options in given.items():
+            of_stages = self._of_stages(number, options, self.seen[number])
+            changed = number in self._changing
+            if changed or any(is_any(each, options) for each in of_stages.values()):
+                found[number] = of_stages
+        return found
+
+    def _of_stages(self, number: int, given: Any, seen: Any) -> BesideByPart:
+        of_each = [
+            self.steppers[number, weights.index].beside(given, seen) for weights in self.weights
+        ]
+        return {name: beside for of_stage in of_each for name, beside in of_stage.items()}
+
+    def make_room(self, names: Mapping[int, str]) -> None:
+        """Makes room for what is to be loaded. Drained.
+
+        Args:
+            names: of this process's parameters, by their id.
+        """
+        self.room = [first_states(each, self.weights, names) for each in self.optimizers]
+        for number, options in self.own_options().items():
+            example = example_state(self.optimizers[number], self.weights, names)
+            if example is not None and is_any(example[0], options):
+                self.room_beside[number] = {
+                    name: {**copy.deepcopy(example[0]), "params": each["params"]}
+                    for name, each in self._of_stages(number, options, options).items()
+                }
 
     def own_options(self) -> dict[int, Any]:
         """The present options of the optimizers with their own step."""
@@ -119,7 +177,7 @@ class Wrapped(Extension):
 
     def stepped(self, batch: int, options: dict[int, Any]) -> None:
         """A batch's step was registered, with these options."""
-        self.seen, self.room = options, []
+        self.seen, self.room, self.room_beside = options, [], {}
         self.first_step = batch if self.first_step is None else self.first_step
 
     def taken_back(self, taken: TakenBack) -> None:
@@ -135,6 +193,7 @@ class Wrapped(Extension):
         for number, seen_by_group in self.seen.items():
             steppers = [self.steppers[number, weights.index] for weights in self.weights]
             stepper = next((each for each in steppers if not each.is_empty), steppers[0])
-            take_over_counters(
-                stepper.options(), self.optimizers[number].param_groups, seen_by_group
-            )
+            theirs, groups = stepper.options(), self.optimizers[number].param_groups
+            if any(changed_by(theirs, groups, seen_by_group)):
+                self._changing.add(number)
+            take_over_counters(theirs, groups, seen_by_group)

@@ -20,7 +20,7 @@ Kept = dict[str, dict[str, Any]]
 
 RESERVED = (
     *("state", "param_groups", "optimizers", "loss_scale", "loss_scales", "growth_tracker"),
-    *("staleness", "delayed_batches", "late_forwards"),
+    *("staleness", "delayed_batches", "late_forwards", "stages"),
 )
 """Names that state_dict and checkpoints have for other things."""
 

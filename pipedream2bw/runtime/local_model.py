@@ -96,10 +96,9 @@ class LocalModel:
         wanted = self.own_names(checkpoint.names)
         parameters = dict(root.named_parameters(remove_duplicate=False))
         given = {id(parameters[name]) for name in wanted if name in parameters}
+        absent = sorted(mine.difference(wanted))
         # One entry is enough for a parameter that has several names.
-        missing = sorted(
-            name for name in mine.difference(wanted) if id(parameters.get(name)) not in given
-        )
+        missing = [name for name in absent if id(parameters.get(name)) not in given]
         unexpected = sorted(set(checkpoint.names) - known)
         if strict and (missing or unexpected):
             raise RuntimeError(
@@ -110,7 +109,7 @@ class LocalModel:
             result = root.load_state_dict(checkpoint.read(wanted), strict=False)
         self._without_values.difference_update(wanted)
         self._without_values -= {name for name, p in parameters.items() if id(p) in given}
-        return type(result)(missing, unexpected)
+        return type(result)(missing if strict else absent, unexpected)
 
     def own_names(self, names: Collection[str]) -> list[str]:
         """Gives the names of a ``state_dict`` that belong to this process's part."""

@@ -14,7 +14,7 @@ from torch import nn
 from .. import _C
 from ..model.clone import copies_of_buffers, copy_attributes, structural_clone
 from ..model.precision import Precision
-from ..model.storages import storage_of
+from ..model.storages import storage_of, with_own_storage
 from ..ranks.deadline import Deadline
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
@@ -201,8 +201,10 @@ class StageWeights:
         slot = self.engine.newest_slot
         for i, (name, handle) in enumerate(self.trainable.items()):
             hidden = self.engine.hides_master(i)
-            handle.data = self.engine.weight(slot, i) if hidden else self.engine.master(slot, i)
-            if not isinstance(handle.grad, EngineGradient):  # new, or somebody's zero_grad()
+            shown = self.engine.weight(slot, i) if hidden else self.engine.master(slot, i)
+            handle.data = with_own_storage(shown)
+            guard = handle.grad  # none: new, or somebody's zero_grad(); of a master no more shown
+            if not isinstance(guard, EngineGradient) or guard.dtype != handle.dtype:
                 handle.grad = EngineGradient(name, handle)
         self._note_shown()
 

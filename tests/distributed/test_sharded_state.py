@@ -165,9 +165,10 @@ def trained(
         for batch in own_batches(width):
             losses.append(pipe.train_step(*batch.args, target=batch.target))
             opt.step()
-        pipe.flush()
+        output = pipe.eval()(*own_batches(width)[0].args)
         staleness = opt.state_dict().get("staleness", {"kept": {}})
         return {
+            "output": output,
             "kept": {name: tensor.clone() for name, tensor in staleness["kept"].items()},
             "norm": opt.grad_norm.item() if clip and "max_grad_norm" in clip else 0.0,
             "weights": {n: t.clone() for n, t in pipe.state_dict().items()},

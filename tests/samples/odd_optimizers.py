@@ -98,3 +98,37 @@ class Together(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for optimizer in self.optimizers:
             optimizer.step()
+
+
+class CountsBeside(torch.optim.Optimizer):
+    """Keeps counts beside its parameters' states: in ``state``, in a group and in attributes.
+
+    All are of its own parameters' gradients, so that each stage has others.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "norm": 0.0})
+        self.total, self.last = 0.0, [0.0, 0.0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total": self.total, "last": self.last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total, self.last = state_dict["total"], list(state_dict["last"])
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            norm = sum(float(p.grad.square().sum()) for p in given if p.grad is not None)
+            group["norm"] += norm
+            if "sum" not in self.state:
+                self.state["sum"] = torch.zeros(1)  # type: ignore[index,assignment]
+            self.state["sum"] += norm  # type: ignore[index,operator]
+            self.total += norm
+            self.last.append(self.last.pop(0) + norm)
+            rate = group["lr"] / (1 + group["norm"] + float(self.state["sum"]) + self.total)  # type: ignore[index,arg-type]
+            for parameter in given:
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=rate / (1 + self.last[0]))

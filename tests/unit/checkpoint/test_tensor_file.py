@@ -101,8 +101,16 @@ def test_every_flipped_bit_is_found() -> None:
 def test_a_header_of_a_gigantic_length_is_refused_at_once() -> None:
     data, saved = written({"a": torch.randn(7)})
     for length in (2**63, 2**64 - 1, 2**40, 100_000_001):
-        with pytest.raises(ValueError, match="the header: its sum is another"):
+        with pytest.raises(ValueError, match=f"bytes of the header: {length}, a file must have"):
             read(length.to_bytes(8, "little") + data[8:], saved)
+
+
+def test_more_tensors_than_are_read_are_not_written() -> None:
+    file = io.BytesIO()
+    tensor = torch.zeros(0)
+    with pytest.raises(ValueError, match="tensors: 262145, a file must have at most 262144"):
+        write_tensors(file, {str(number): tensor for number in range(2**18 + 1)})
+    assert not file.getvalue()
 
 
 class OnDevice(torch.Tensor):
