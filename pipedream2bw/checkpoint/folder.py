@@ -166,9 +166,10 @@ class Folder:
             FileNotFoundError: there is no such file.
             DamagedCheckpoint: it is larger than any that is written.
         """
-        data: bytes = self._seen_now().cat_file(self.at(*names), end=_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
+        fs, path = self._seen_now(), self.at(*names)
+        if fs.size(path) > _MOST_BYTES:
             raise DamagedCheckpoint(f"more than {_MOST_BYTES} bytes, which no save writes there")
+        data: bytes = fs.cat_file(path)
         return data
 
     @_errors_of_the_system()

@@ -353,7 +353,8 @@ def another_copy(
     parameter: nn.Parameter, precision: Precision, device: torch.device | None = None
 ) -> nn.Parameter:
     """A parameter for another copy, which gets the first one's values later: these are exact."""
-    data = parameter.detach().to(device, precision.of_master(parameter))
+    # Not detach(), whose version counts the parameter's writes, too.
+    data = parameter.data.to(device, precision.of_master(parameter))
     return nn.Parameter(data, parameter.requires_grad)
 
 
