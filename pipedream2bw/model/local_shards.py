@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any, TypeVar
 
@@ -16,6 +17,22 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     """Tells whether ``tensor`` is a DTensor. Does not load their modules, which takes a second."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def refuse_distributed_checkpoint(num_shards: int) -> None:
+    """Raises ValueError where torch.distributed.checkpoint asks for shards.
+
+    It takes what several processes have under one name for copies, and keeps the first alone.
+    """
+    frame = inspect.currentframe() if num_shards > 1 else None
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint"):
+            raise ValueError(
+                f"torch.distributed.checkpoint: 'tp' of the mesh: {num_shards}, it must be 1: of "
+                "each name it would keep one process's shard. Save the state_dict() of every "
+                "process with torch.save"
+            )
+        frame = frame.f_back
 
 
 def use_local_shards(model: _Module) -> _Module:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _C
+from ..model.local_shards import refuse_distributed_checkpoint
 from ..ranks.operations import Operation, UpdatesMayWait
 from ..runtime.comm_hook import check_hooks
 from ..runtime.extension import OPTIMIZER, Extension, Update
@@ -193,16 +194,17 @@ class PipelineOptimizer(torch.optim.Optimizer):
             for optimizer in optimizers:
                 self.state.update(optimizer.state)
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Registers the update of the last ``train_step``'s batch; returns at once.
+
+        Args:
+            closure: is called first, once; may make the ``train_step``. What it gives is returned.
 
         Raises:
             ValueError: called twice, or before the ``train_step`` that ends a batch; a group was
                 added; another PipelineOptimizer has taken over.
-            TypeError: a closure was given.
         """
-        if closure is not None:
-            raise TypeError("step(closure): train_step() computes the gradient. Give no closure")
+        result = None if closure is None else torch.enable_grad()(closure)()
         self._check_in_charge()
         wrapped = self._wrapped
         wrapped.check_unchanged()
@@ -237,6 +239,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 extension.step_submitted(batch)
             for optimizer in wrapped.optimizers:
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look there
+        return result
 
     @property
     def grad_norm(self) -> GradNorm:
@@ -311,6 +314,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         ``"replica_sync"``. Every rank calls it.
         """
         self._check_in_charge()
+        refuse_distributed_checkpoint(self._session.grid.num_shards)
         result = self._saved.state_dict()
         self._share()
         return result

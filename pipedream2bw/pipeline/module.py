@@ -17,6 +17,7 @@ from .. import svg
 from .._C import Schedule
 from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
+from ..model.local_shards import refuse_distributed_checkpoint
 from ..model.metrics import Metric
 from ..options import Options
 from ..ranks.mesh import mesh_of
@@ -649,6 +650,7 @@ class PipelineModule(nn.Module):
         ``shard_state`` masters of other replicas are their roundings then. A closed pipeline gives
         what its process holds, too, but with ``shard_state``.
         """
+        refuse_distributed_checkpoint(self.session.grid.num_shards)
         self.session.flush_to_read(Operation.state_dict)
         is_whole = not self.session.ending.has_failed
         return self.session.local_model.state(prefix, keep_vars, whole=is_whole)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -216,7 +217,11 @@ def meshes(rank: int, world: int) -> dict[str, Outcome]:
         own = list(pipe.parameters())
         outcomes["norm"] = attempt(lambda: pd2.PipelineOptimizer(sgd(own), max_grad_norm=1.0))
         outcomes["whole"] = attempt(pipe.full_state_dict)
-        pd2.PipelineOptimizer(sgd(own))
+        optimizer = pd2.PipelineOptimizer(sgd(own))
+        outcomes["checkpoint"] = attempt(lambda: dcp.save({"model": pipe}, checkpoint_id="none"))
+        outcomes["optimizer's"] = attempt(
+            lambda: dcp.save({"optim": optimizer}, checkpoint_id="none")
+        )
         rows = 8 if rank != 2 else 6  # on rank 2 is another shard of stage 0
         outcomes["rows"] = attempt(
             lambda: pipe.train_step(*draw(rows).args, target=draw(rows).target)
@@ -231,7 +236,36 @@ def meshes(rank: int, world: int) -> dict[str, Outcome]:
     pipe = make(None, width=2)
     outcomes["one alone"] = attempt(lambda: pipe.mesh if rank == 0 else pipe.flush())
     outcomes["a rank hangs"] = attempt(lambda: make_a_mesh_while_one_hangs(rank))
+    one_shard_fails(tensor_parallel, rank)
     return outcomes
+
+
+class FailingShard(Block):
+    """One shard of a stage fails, and the other waits for it, as it does in a collective."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool(x.isnan().any()):
+            if dist.get_rank() == 1:
+                raise ArithmeticError("a bad row")
+            time.sleep(6.0)
+        return super().forward(x)
+
+
+def one_shard_fails(mesh: DeviceMesh, rank: int) -> None:
+    """The rank that fails names the cause; the others say that they waited."""
+    torch.manual_seed(1)
+    layers = [Block(mesh["tp"]), FailingShard(mesh["tp"])]
+    pipe = pd2.PipelineModule(
+        layers, F.mse_loss, num_microbatches=M, mesh=mesh, example_args=draw(8).args, timeout=4.0
+    )
+    pd2.PipelineOptimizer(sgd(pipe.parameters()))
+    bad = draw(8).args[0] * float("nan")
+    start = time.monotonic()
+    with pytest.raises(pd2.errors.StageError) as caught:
+        pipe.train_step(bad, target=bad)
+        pipe.flush()
+    assert time.monotonic() - start < 12.0
+    assert ("ArithmeticError: a bad row" in str(caught.value)) == (rank == 1)
 
 
 def make_a_mesh_while_one_hangs(rank: int) -> None:
@@ -266,6 +300,8 @@ OUTCOMES: Expected = {
     "other": ("ValueError", ["mesh must be the same on every rank"]),
     "norm": ("ValueError", ["max_grad_norm: 1.0, 'tp' of the mesh: 2"]),
     "whole": ("ValueError", ["full_state_dict()", "'tp' of the mesh: 2"]),
+    "checkpoint": ("ValueError", ["torch.distributed.checkpoint", "'tp' of the mesh: 2"]),
+    "optimizer's": ("ValueError", ["torch.distributed.checkpoint", "'tp' of the mesh: 2"]),
     "rows": ("ValueError", ["rows of the arguments"]),
     "one alone": ("StageError", ["rank 0: new_mesh 0, rank 1: flush 0"]),
     "a rank hangs": ("PeerTimeout", ["a rank was lost while making the mesh: no answer for 2.0 s"]),

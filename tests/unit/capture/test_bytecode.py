@@ -238,3 +238,20 @@ def test_a_model_is_captured_any_number_of_times() -> None:
     for rows in range(1, 12):
         x = torch.randn(rows, WIDTH)
         assert capture(CustomBackward(), num_stages=2, example_args=(x,)).how == "dynamo"
+
+
+class SavesElsewhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return self.second(torch.tanh(self.first(x)))
+
+
+def test_hooks_of_saved_tensors_are_not_left_out() -> None:
+    with pytest.raises(ValueError, match="hooks of saved tensors would be lost: save_on_cpu"):
+        capture(SavesElsewhere(), num_stages=2, example_args=(torch.randn(3, WIDTH),))
+    inside = nn.Sequential(SavesElsewhere(), nn.Linear(WIDTH, WIDTH))  # is called as it is
+    assert capture(inside, num_stages=2, example_args=(torch.randn(3, WIDTH),)).how == "sequential"

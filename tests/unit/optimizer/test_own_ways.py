@@ -211,3 +211,55 @@ def test_a_parameter_more_or_less_in_a_group_is_refused() -> None:
             optimizer.step()
         inner.param_groups[0]["params"].append(removed)
         optimizer.step()
+
+
+def test_weights_that_are_written_before_their_update_are_refused() -> None:
+    """Where an optimizer steps the user's own parameters, the update tells who has written."""
+    pipe = pd2.PipelineModule(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        mse_loss,
+        num_stages=2,
+        num_microbatches=2,
+        example_args=(X,),
+    )
+    optimizer = pd2.PipelineOptimizer(Clamped(pipe.parameters(), lr=0.01))
+    for step in range(3):
+        pipe.train_step(X, target=X)
+        optimizer.step()
+        pipe.flush()
+        with torch.no_grad():  # after a flush it counts
+            next(iter(pipe.parameters())).fill_(0.1 * step)
+        assert float(pipe.state_dict()["0.weight"].mean()) == pytest.approx(0.1 * step)
+    with pytest.raises(pd2.errors.StageError, match=r"0\.weight was written to while batches"):
+        for _ in range(3):
+            pipe.train_step(X, target=X)
+            optimizer.step()
+            with torch.no_grad():
+                next(iter(pipe.parameters())).clamp_(-0.1, 0.1)
+        pipe.flush()
+
+
+def test_a_closure_is_called_once_before_the_step() -> None:
+    """It may do nothing, as the one that Lightning's manual loop gives, or make the train_step."""
+    calls: list[Any] = []
+
+    def train(ways: Callable[[pd2.PipelineModule, pd2.PipelineOptimizer], Any]) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with pd2.PipelineModule(
+            model, mse_loss, num_stages=2, num_microbatches=2, example_args=(X,)
+        ) as pipe:
+            optimizer = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+            return [float(each) for each in [ways(pipe, optimizer) for _ in range(BATCHES)]]
+
+    def plain(pipe: pd2.PipelineModule, optimizer: pd2.PipelineOptimizer) -> Any:
+        loss = pipe.train_step(X, target=X)
+        assert optimizer.step(lambda: calls.append(1)) is None
+        return loss
+
+    def inside(pipe: pd2.PipelineModule, optimizer: pd2.PipelineOptimizer) -> Any:
+        with torch.no_grad():
+            return optimizer.step(lambda: pipe.train_step(X, target=X))
+
+    assert train(plain) == train(inside)
+    assert len(calls) == BATCHES

@@ -243,11 +243,6 @@ def test_optimizers_that_need_a_closure_are_refused() -> None:
     with build() as pipe:
         with pytest.raises(TypeError, match=r"LBFGS"):
             pd2.PipelineOptimizer(torch.optim.LBFGS(pipe.parameters()))
-        optimizer = sgd(pipe)
-        pipe.train_step(X, target=Y)
-        with pytest.raises(TypeError, match=r"closure"):
-            optimizer.step(lambda: 0.0)
-        optimizer.step()
 
 
 def test_frozen_parameters_may_be_left_out() -> None:
@@ -392,7 +387,6 @@ def test_a_call_of_a_closed_pipeline_says_that_it_is_closed() -> None:
             r"Give .*; train_step\(\) takes the target as target=",
         ),
         (lambda pipe, opt: pipe.train_step(X.numpy(), target=Y), r"example call\. Give a tensor"),
-        (lambda pipe, opt: opt.step(lambda: 0.0), r"Give no closure"),
         (lambda pipe, opt: pd2.PipelineOptimizer(pipe), r"Give one over pipe.parameters\(\), or"),
         (
             lambda pipe, opt: pd2.PipelineOptimizer(torch.optim.LBFGS(pipe.parameters())),

@@ -204,3 +204,33 @@ def test_a_block_that_writes_to_its_input_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"block 1 writes to its inputs in place"):
         pipe.train_step(x, target=x)
         pipe.flush()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_stages_in_threads_share_a_block_and_each_watches_its_own_buffers() -> None:
+    """A cut goes through a block that is recomputed, whose BatchNorm the first stage runs alone."""
+    task = Task(Blocks, random_batch)
+    options: Any = {"split": ["blocks.1.up"], "recompute": ["blocks.1", "blocks.2"]}
+    for _ in range(4):
+        check_task(task, 2, 8, [32] * 4, **options)
