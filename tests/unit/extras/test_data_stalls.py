@@ -94,12 +94,14 @@ def test_a_loader_slowed_by_20_ms_is_found() -> None:
     assert "waited for data" in str(stalls)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_fetching_and_preparing_are_told_apart(workers: int) -> None:
+@pytest.mark.parametrize(("workers", "persist"), [(0, False), (2, False), (2, True)])
+def test_fetching_and_preparing_are_told_apart(workers: int, *, persist: bool) -> None:
     """Loading takes 40 ms to fetch a batch and 10 ms to prepare it, a pipeline's batch 10 ms."""
     times = max(1, workers)
     data = Rows(0.010 * times, 0.0025 * times)
-    loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
+    loader = DataLoader(
+        data, batch_size=4, shuffle=True, num_workers=workers, persistent_workers=persist
+    )
     with opened(seconds=0.005) as pipe:
         before = torch.get_rng_state()
         stalls = pd2.data_stalls(loader, pipe, 4)
