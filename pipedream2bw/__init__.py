@@ -28,6 +28,7 @@ from .checkpoint.preemption import Preempted
 from .checkpoint.sampler import ResumableSampler
 from .checkpoint.save import save
 from .checkpoint.saving import Saving
+from .checkpoint.seeded_rows import SeededRows
 from .model.added_loss import add_loss, collect_losses
 from .model.deferred import deferred_init
 from .model.local_shards import use_local_shards
@@ -117,6 +118,7 @@ __all__ = [
     "ResumableSampler",
     "Saving",
     "Schedule",
+    "SeededRows",
     "Simulation",
     "SkewScout",
     "StageMemory",

@@ -14,6 +14,13 @@ from ..checks import check_bool, check_microbatches_of_replicas, check_whole_num
 _STATE = ("seed", "length", "shuffle", "position")
 
 
+class Row(int):
+    """The number of a row of a dataset."""
+
+    key: int
+    """A function of seed, epoch and row: what :class:`SeededRows` draws by."""
+
+
 class ResumableSampler(Sampler[list[int]]):
     """Gives a ``DataLoader`` the rows of each batch; its position is saved and loaded.
 
@@ -146,13 +153,20 @@ class ResumableSampler(Sampler[list[int]]):
         order = self._order(begin // self.length)
         for first in range(begin, end, self.batch):
             start = first + self._before - (end - self.length)
-            rows: list[int] = order[start : start + share].tolist()
+            rows = self._rows(begin // self.length, order[start : start + share])
             if len(rows) < share:  # the last rows of an epoch's last batch
                 stop = start + share - self.length
                 following = self._order(begin // self.length + 1)
-                rows += following[max(0, stop - share) : stop].tolist()
+                rows += self._rows(begin // self.length + 1, following[max(0, stop - share) : stop])
             yield rows
         self._ended_at = begin
+
+    def _rows(self, epoch: int, numbers: torch.Tensor) -> list[int]:
+        seed, rows = _C.mix_seed(self.seed, epoch), list[int]()
+        for number in numbers.tolist():
+            rows.append(row := Row(number))
+            row.key = _C.mix_seed(seed, number)
+        return rows
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:

@@ -41,12 +41,12 @@ class _Bucket:
 class OkTopkState:
     """The state of :func:`ok_topk_hook` for one stage (or one DistributedDataParallel).
 
-    Of n gradients each replica sends about k = density * n: those of largest magnitude together
-    with what it has not sent so far. The k largest of the sums come back. What was not used
-    stays in a residual, as large as the gradients. Thresholds that select k are found by sorting
-    every ``threshold_period`` batches and kept between (but one that selects 2k is not). Each
-    replica adds up one region of the bucket; regions are cut such that each gets as many of the k,
-    every ``region_period`` batches.
+    Of n gradients each replica sends at most k = density * n: those of largest magnitude together
+    with what it has not sent so far. About k of the sums come back, the largest. What was not used
+    stays in a residual, as large as the gradients. Thresholds that select k are found every
+    ``threshold_period`` batches and kept between (but one that selects 2k is not). Each replica
+    adds up one region of the bucket; regions are cut such that each gets as many of the k, every
+    ``region_period`` batches.
 
     Args:
         process_group: of the replicas, which add up in the order of their ranks there.
@@ -55,9 +55,10 @@ class OkTopkState:
         region_period: the paper's tau, in batches.
 
     Attributes:
-        bytes_sent: to other replicas so far. While kept thresholds still select k, a batch sends
-            at most 6k (w - 1) / w words, on the average of w replicas. It sends 4k (w - 1) / w
-            where the sums' shares need no balancing. A word is a gradient or an index.
+        bytes_sent: to other replicas so far. A batch sends at most 6k (w - 1) / w words, on the
+            average of w replicas. It sends 4k (w - 1) / w where kept thresholds still select k and
+            the sums' shares need no balancing. A word is a gradient or an index. Counts come to 7w
+            words more, and to 300 where the sums' threshold is found.
     """
 
     def __init__(
@@ -101,21 +102,25 @@ class OkTopkState:
             raise ValueError(f"bucket of {numel} gradients, Ok-Topk takes less than 2**31")
         kept = self._buckets.setdefault(index, _Bucket(torch.full_like(gradients, _NOTHING)))
         k = max(1, round(self.density * count))
+        k = k if k < count else numel
         pending = kept.residual.add_(gradients / self._size)
-        renews = kept.batch % self.threshold_period == 0 and k < count
+        renews = kept.batch % self.threshold_period == 0 and k < numel
         mine = _large(pending, kept.own_threshold)
-        if renews or (mine.numel() > 2 * k and k < count):
-            kept.own_threshold = _threshold(pending, k)
+        if renews or mine.numel() > 2 * k:
+            kept.own_threshold = pending.abs().topk(k).values[-1]
             mine = _large(pending, kept.own_threshold)
+        if mine.numel() > k:
+            mine = mine[pending[mine].abs().topk(k).indices].sort().values
         if kept.batch % self.region_period == 0:
             kept.regions = yield from self._cut(mine, numel)
         kept.batch += 1
         indices, sums = yield from self._add_up(kept.regions, mine, pending[mine])
-        if renews:
-            (all_sums,) = yield from self._gather(sums)
-            kept.common_threshold = _threshold(all_sums, k)
         large = _large(sums, kept.common_threshold)
-        indices, sums = yield from self._gather(indices[large], sums[large], balances=True)
+        sizes = yield from self._sizes(large)
+        if renews or sum(sizes) > (k if _unequal(sizes) else 2 * k):
+            kept.common_threshold, large = yield from self._largest(indices, sums, k)
+            sizes = yield from self._sizes(large)
+        indices, sums = yield from self._gather(sizes, indices[large], sums[large])
         gradients.zero_()
         gradients[indices] = sums
         pending[mine[torch.isin(mine, indices)]] = _NOTHING
@@ -126,8 +131,7 @@ class OkTopkState:
         cuts = shares * numel // self._size
         if mine.numel() > 0:
             cuts = mine[shares * mine.numel() // self._size]
-        self.bytes_sent += 2 * cuts.nbytes * (self._size - 1) // self._size
-        yield dist.all_reduce(cuts, group=self.process_group, async_op=True)
+        yield from self._add_over_all(cuts)
         return [0, *(cuts // self._size).tolist(), numel]
 
     def _add_up(
@@ -150,16 +154,45 @@ class OkTopkState:
         (found,) = exists.nonzero(as_tuple=True)
         return found + begin, sums[found]
 
-    def _gather(self, *tensors: torch.Tensor, balances: bool = False) -> Steps[list[torch.Tensor]]:
+    def _largest(
+        self, indices: torch.Tensor, sums: torch.Tensor, k: int
+    ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
+        """The k-th largest magnitude of all replicas' sums; the places of this one's down to it.
+
+        No sums travel for it. Three bits of it become known at a time, from how many are larger. Of
+        equal ones those of the least indices come first. It is 0 if there are fewer than k.
+        """
+        magnitudes = sums.abs().float().view(torch.int32).long()
+        keys = torch.where(sums != 0, (magnitudes << 32) + 2**31 - indices, -1)
+        ordered = keys.sort().values
+        digits = torch.arange(1, 8, device=keys.device)
+        least = reached = 0
+        for shift in range(60, -1, -3):
+            edges = least + (digits << shift)
+            counts = keys.numel() - torch.searchsorted(ordered, edges, out_int32=True)
+            yield from self._add_over_all(counts)
+            if digit := int((counts >= k).sum()):
+                least += digit << shift
+                reached = int(counts[digit - 1])
+            if reached == k and shift < 32:  # the magnitude is known, and tells them apart
+                break
+        threshold = torch.tensor([least >> 32], dtype=torch.int32, device=keys.device)
+        (places,) = (keys >= least).nonzero(as_tuple=True)
+        return threshold.view(torch.float32), places
+
+    def _sizes(self, tensor: torch.Tensor) -> Steps[list[int]]:
+        """How long every replica's is."""
+        own = torch.full((self._size,), tensor.numel(), device=tensor.device)
+        sizes: list[int] = (yield from self._exchange(own)).tolist()
+        return sizes
+
+    def _gather(self, sizes: list[int], *tensors: torch.Tensor) -> Steps[list[torch.Tensor]]:
         """Every replica's tensors, one after the other; all of one replica have one length.
 
-        Args:
-            balances: shares them out equally first, if one replica has much more than the others.
+        They are shared out equally first, if one replica has much more than the others.
         """
-        own = torch.full((self._size,), tensors[0].numel(), device=tensors[0].device)
-        sizes = (yield from self._exchange(own)).tolist()
         total, given = sum(sizes), list(tensors)
-        if balances and max(sizes) * self._size > MOST_IMBALANCE * total:
+        if _unequal(sizes):
             have = [sum(sizes[:rank]) for rank in range(self._size + 1)]
             want = [total * rank // self._size for rank in range(self._size + 1)]
             give = _overlaps(have[self._rank : self._rank + 2], want)
@@ -171,6 +204,10 @@ class OkTopkState:
             to_each = [tensor.numel()] * self._size
             given[i] = yield from self._exchange(tensor.repeat(self._size), to_each, sizes)
         return given
+
+    def _add_over_all(self, counts: torch.Tensor) -> Steps[None]:
+        self.bytes_sent += 2 * counts.nbytes * (self._size - 1) // self._size
+        yield dist.all_reduce(counts, group=self.process_group, async_op=True)
 
     def _exchange(
         self, given: torch.Tensor, give: Sequence[int] = (), take: Sequence[int] = ()
@@ -188,10 +225,8 @@ class OkTopkState:
         return taken.to(dtype)
 
 
-def _threshold(values: torch.Tensor, k: int) -> torch.Tensor | None:
-    """The k-th largest magnitude, or the least if there are fewer; None if there are none."""
-    k = min(k, values.numel())
-    return values.abs().topk(k).values[-1] if k > 0 else None
+def _unequal(sizes: Sequence[int]) -> bool:
+    return max(sizes) * len(sizes) > MOST_IMBALANCE * sum(sizes)
 
 
 def _large(values: torch.Tensor, threshold: torch.Tensor | None) -> torch.Tensor:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from ..checkpoint.sampler import ResumableSampler
 from ..checks import check_whole_number
 from ..model.sources import sources_kept
 from ..pipeline.module import PipelineModule
@@ -16,49 +20,77 @@ from ..runtime.microbatch import Microbatch
 from ..schedules.events import Event
 
 _WARMUP = 2  # batches before the first that are timed: memory is touched, kernels are chosen
+_RUNS = 3  # of each kind: a median of them is not that of one moment of a busy machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataStalls:
     """What :func:`data_stalls` found; ``print`` shows it in words.
 
+    Times are seconds of a batch, medians of three runs.
+
     Attributes:
         batches: how many each run had.
-        synthetic: seconds of a batch when one batch is given over and over: the pipeline alone.
-        cached: seconds of a batch when the loader's batches are in memory.
-        as_is: seconds of a batch as the loader gives them.
-        loading: seconds that the loader takes for a batch when nothing else is done.
-        waiting: of this process's first and last stage, a share of the time of the run as it is:
+        synthetic: when the loader's batches are in memory: the pipeline alone.
+        cached: when the loader's rows have been read before: it prepares them.
+        as_is: when they have not: it fetches and prepares them.
+        preparing: what the loader takes alone, for rows that have been read before.
+        loading: what the loader takes alone, for rows that have not.
+        spread: the least and the greatest time of each kind, by the names above.
+        waiting: of this process's first and last stage, a share of the time of the runs as it is:
             the stage was idle while this process waited for the loader.
+        rereads: the loader's iteration had fewer batches than the runs as it is took, so that some
+            of their rows had been read before.
     """
 
     batches: int
     synthetic: float
     cached: float
     as_is: float
+    preparing: float
     loading: float
+    spread: Mapping[str, tuple[float, float]]
     waiting: Mapping[int, float]
+    rereads: bool
 
     @property
     def stall(self) -> float:
         """Seconds of each batch for which everything waits for data."""
-        return max(0.0, self.as_is - self.cached)
+        return max(0.0, self.as_is - self.synthetic)
+
+    @property
+    def fetch_stall(self) -> float:
+        """Seconds of the stall that a cache of all rows would save."""
+        return max(0.0, self.as_is - max(self.cached, self.synthetic))
+
+    @property
+    def preparation_stall(self) -> float:
+        """Seconds of the stall that would be left with a cache of all rows."""
+        return self.stall - self.fetch_stall
 
     @property
     def share(self) -> float:
         """The share of the time in which everything waits for data: ``stall / as_is``."""
         return self.stall / self.as_is
 
-    def with_workers(self, factor: float) -> float:
-        """Seconds of a batch if so many times as many workers loaded, each as fast as now."""
+    def with_workers(self, factor: float, cached: float = 0.0) -> float:
+        """Seconds of a batch with more workers, a cache, or both.
+
+        Args:
+            factor: so many times as many workers load, each as fast as now.
+            cached: the share of the rows that a cache in memory holds.
+        """
         if not 0 < factor < math.inf:
             raise ValueError(f"factor: {factor}, it must be positive and finite")
-        return max(self.cached, self.loading / factor)
+        if not 0 <= cached <= 1:
+            raise ValueError(f"cached: {cached}, it must be a share, from 0 to 1")
+        fetching = max(0.0, self.loading - self.preparing)
+        return max(self.synthetic, (self.loading - cached * fetching) / factor)
 
     @property
     def workers_needed(self) -> int:
-        """How many times as many workers would keep up with the pipeline."""
-        return max(1, math.ceil(self.loading / self.cached))
+        """How many times as many workers would keep up with the pipeline, without a cache."""
+        return max(1, math.ceil(self.loading / self.synthetic))
 
     def __str__(self) -> str:
         def ms(seconds: float) -> str:
@@ -68,20 +100,35 @@ class DataStalls:
         needed = self.workers_needed
         lines = [
             f"of each batch, {ms(self.as_is)}, {ms(self.stall)} are waited for data "
-            f"({self.share:.0%}); mean of {self.batches} batches",
-            f"  one batch over and over  {ms(self.synthetic)}",
-            f"  batches from memory      {ms(self.cached)}",
-            f"  as is                    {ms(self.as_is)}",
-            f"  the loader alone         {ms(self.loading)}",
+            f"({self.share:.0%}); medians of {_RUNS} runs of {self.batches} batches",
+            f"of that {ms(self.fetch_stall)} for fetching, "
+            f"{ms(self.preparation_stall)} for preparing",
         ]
+        for name, words in _WORDS.items():
+            least, most = map(ms, self.spread[name])
+            lines += [f"  {words:36}{ms(getattr(self, name)):>9}  ({least} to {most})"]
+        if self.rereads:
+            lines += [
+                "the loader has too few batches: rows as they are had partly been read before"
+            ]
         lines += [f"idle while this process waits for the loader: {waits}"] if waits else []
         lines += [
-            f"a cache of ready batches would give {ms(self.cached)} a batch; "
+            f"a cache of all rows would give {ms(self.with_workers(1, 1))} a batch, "
+            f"of half of them {ms(self.with_workers(1, 0.5))};\n"
             f"{needed} times the workers, {ms(self.with_workers(needed))}"
             if needed > 1
-            else "the loader keeps up: neither more workers nor a cache would help"
+            else "this process's loader keeps up: neither more workers nor a cache would help"
         ]
         return "\n".join(lines)
+
+
+_WORDS = {
+    "synthetic": "batches from memory",
+    "cached": "rows read before",
+    "as_is": "as is",
+    "preparing": "the loader alone, rows read before",
+    "loading": "the loader alone",
+}
 
 
 def with_target_last(item: Any) -> Microbatch:
@@ -97,16 +144,19 @@ def with_target_last(item: Any) -> Microbatch:
 def data_stalls(
     loader: Iterable[Any],
     pipe: PipelineModule,
-    batches: int = 20,
+    batches: int = 12,
     *,
     as_call: Callable[[Any], Microbatch] = with_target_last,
 ) -> DataStalls:
     """Finds how long a pipeline waits for its data, by short runs that differ in that alone.
 
     After DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB
-    2021): the loader as it is, so that what it reads is as cold as in training; the loader alone,
-    whose batches are kept in memory; training on these; and on the first of them, over and over.
-    Each run begins and ends drained, which counts in all of them alike.
+    2021). One iteration feeds the pipeline, and goes on alone: its rows are as cold as in training.
+    A second one, with the random numbers of the first, gives the same rows again, which a cache
+    (the system's, of files) holds now. Last, its batches feed the pipeline from memory. Each is
+    done three times. A run ends drained, and its time begins with its second batch.
+
+    Rows are cold if nothing has read them since the machine started, or dropped its cache.
 
     Nothing is trained. All train_steps are one batch under :meth:`PipelineModule.no_sync`, which
     has no update and is taken back at the end (:meth:`PipelineModule.discard_batch`): weights,
@@ -117,13 +167,15 @@ def data_stalls(
     Every rank calls it, each with the loader that feeds it; each gets what it measured. What is
     loaded beside the pipeline's work costs nothing until it takes longer than that. What beginning
     an iteration takes beyond a usual batch, such as the start of workers, is left out: an epoch has
-    it once.
+    it once. So is what workers have loaded ahead while nobody waited.
 
     Args:
-        loader: what training iterates over. It is iterated anew for each run, and again when it
-            ends before ``batches``.
+        loader: what training iterates over. It is iterated anew for rows read before, and whenever
+            it ends. For cold rows an iteration should have about 7 * ``batches``, and four times
+            what its workers load ahead.
         pipe: between two batches.
-        batches: how many are timed in each run; so many are held in memory.
+        batches: how many are timed in each run; so many are held in memory. Take a multiple of the
+            number of workers, which finish together.
         as_call: gives the arguments of ``train_step`` for what the loader gives; without it that is
             ``(*arguments, target)``.
 
@@ -155,47 +207,58 @@ def _measure(
     batches: int,
     as_call: Callable[[Any], Microbatch],
 ) -> DataStalls:
-    def run(items: Iterable[Any]) -> tuple[float, dict[int, float]]:
-        return _run(items, pipe, batches, as_call)
-
     together = pipe.session.together  # what fails on one rank is raised on all
-    first = together(lambda: next(_endless(loader))[0])
-    _run([first] * _WARMUP, pipe, _WARMUP, as_call)
-    as_is, waiting = run(loader)
-    kept, loading = together(lambda: _loaded(loader, batches))
-    cached, _ = run(kept)
-    synthetic, _ = run([first])
+
+    def trained(stream: _Stream) -> tuple[list[float], list[dict[int, float]]]:
+        runs = []
+        for _ in range(_RUNS):
+            together(stream.catch_up)
+            runs.append(_run(stream, pipe, batches, as_call))
+        seconds, waiting = zip(*runs, strict=True)
+        return list(seconds), list(waiting)
+
+    times: dict[str, list[float]] = {}
+    with _repeatable(loader) as stream:  # workers that persist draw more when they are started
+        first = together(stream.take)
+    _run(_Stream([first]), pipe, _WARMUP, as_call)
+    with _repeatable(loader) as stream:  # begins with what that one has loaded, and drops it
+        times["as_is"], waiting = trained(stream)
+        times["loading"], _ = together(lambda: _alone(stream, batches))
+        rereads = stream.iterations > 1
+    with _repeatable(loader) as stream:
+        times["cached"], _ = trained(stream)
+        times["preparing"], kept = together(lambda: _alone(stream, batches))
+    times["synthetic"], _ = trained(_Stream(kept))
     return DataStalls(
         batches=batches,
-        synthetic=synthetic,
-        cached=cached,
-        as_is=as_is,
-        loading=loading,
-        waiting=waiting,
+        **{name: statistics.median(runs) for name, runs in times.items()},
+        spread={name: (min(runs), max(runs)) for name, runs in times.items()},
+        waiting={s: statistics.median(run[s] for run in waiting) for s in waiting[0]},
+        rereads=rereads,
     )
 
 
 def _run(
-    loader: Iterable[Any],
+    stream: _Stream,
     pipe: PipelineModule,
     batches: int,
     as_call: Callable[[Any], Microbatch],
 ) -> tuple[float, dict[int, float]]:
     """Seconds of a batch, and the shares in which the first and the last stage wait for data."""
-    waits = _Waits()
     pipe.flush()
     with pipe.timeline() as timeline:
-        items = _endless(loader)
-        begin = time.monotonic()
-        for _ in range(batches):
+        for number in range(1 + batches):
             try:
-                call = _checked(as_call(waits.take(items)))
+                call = _checked(as_call(stream.take()))
             except Exception as error:
                 text = f"data_stalls(): {type(error).__name__}: {error}"
                 with contextlib.suppress(ValueError):  # so that the other ranks do not wait
                     pipe.train_step(microbatches=(_refused(text) for _ in range(1)))
                 raise
             pipe.train_step(*call.args, target=call.target, **call.kwargs)
+            if number == 0:  # for which one waits as long as loading takes, also beside slow work
+                stream.parts()
+                begin = time.monotonic()
         pipe.flush()
         seconds = time.monotonic() - begin
     depth = pipe.session.grid.depth
@@ -204,17 +267,21 @@ def _run(
         busy = [row for row in timeline.rows if row.stage % depth in stages]
         return _idle_in(spans, busy)
 
-    usual, beginnings = waits.parts()
+    usual, beginnings = stream.parts()
     seconds -= idle_in(beginnings, range(depth))
     mine = [stage for stage in dict.fromkeys((0, depth - 1)) if stage in pipe.stages]
     return seconds / batches, {stage: idle_in(usual, [stage]) / seconds for stage in mine}
 
 
-def _loaded(loader: Iterable[Any], batches: int) -> tuple[list[Any], float]:
-    """Batches, and the seconds that one takes."""
-    waits, items = _Waits(), _endless(loader)
-    kept = [waits.take(items) for _ in range(batches)]
-    return kept, sum(end - start for start, end in waits.parts()[0]) / batches
+def _alone(stream: _Stream, batches: int) -> tuple[list[float], list[Any]]:
+    """The seconds that a batch takes, of each run; and the batches of the last."""
+    stream.catch_up()
+    stream.parts()
+    times: list[float] = []
+    for _ in range(_RUNS):
+        kept = [stream.take() for _ in range(-(-batches // stream.workers) * stream.workers)]
+        times.append(sum(end - start for start, end in stream.parts()[0]) / len(kept))
+    return times, kept[:batches]
 
 
 def _checked(call: Any) -> Microbatch:
@@ -227,21 +294,40 @@ def _refused(text: str) -> Microbatch:
     raise ValueError(text)
 
 
-class _Waits:
-    """When the items of a loader were waited for."""
+class _Stream:
+    """A loader's items without an end, and when they were waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.workers = getattr(loader, "num_workers", 0) or 1
+        self.iterations = 0
+        self._ahead = self.workers * (getattr(loader, "prefetch_factor", None) or 0)
+        self._items = self._endless(loader)
         self._spans: list[tuple[float, float, bool]] = []
 
-    def take(self, items: Iterator[tuple[Any, bool]]) -> Any:
+    def _endless(self, loader: Iterable[Any]) -> Iterator[Any]:
+        while True:
+            iteration = self.iterations
+            _may_be_iterated(loader)
+            for number, item in enumerate(loader):
+                self.iterations += number == 0
+                yield item
+            if self.iterations == iteration:
+                raise ValueError("loader: gives no batch, it must give at least one")
+
+    def catch_up(self) -> None:
+        """Drops what workers have loaded while nobody waited."""
+        for _ in range(self._ahead):
+            next(self._items)
+
+    def take(self) -> Any:
         """The next item."""
-        start = time.monotonic()
-        item, begins = next(items)
-        self._spans.append((start, time.monotonic(), begins))
+        start, iterations = time.monotonic(), self.iterations
+        item = next(self._items)
+        self._spans.append((start, time.monotonic(), self.iterations > iterations))
         return item
 
     def parts(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-        """The waits, each of a usual item; and what the first of an iteration took beyond that."""
+        """The waits since the last call, each of a usual item; what beginnings took beyond that."""
         others = [end - start for start, end, begins in self._spans if not begins]
         longest = sum(others) / len(others) if others else math.inf
         usual, beyond = [], []
@@ -249,7 +335,29 @@ class _Waits:
             until = min(end, start + longest) if begins else end
             usual.append((start, until))
             beyond.append((until, end))
+        self._spans.clear()
         return usual, beyond
+
+
+@contextlib.contextmanager
+def _repeatable(loader: Iterable[Any]) -> Iterator[_Stream]:
+    """A stream of a loader, which another one repeats: its random numbers come back."""
+    own = getattr(loader, "generator", None)
+    state = own.get_state() if isinstance(own, torch.Generator) else None
+    try:
+        with sources_kept():
+            yield _Stream(loader)
+    finally:
+        if own is not None and state is not None:
+            own.set_state(state)
+        _may_be_iterated(loader)
+
+
+def _may_be_iterated(loader: Iterable[Any]) -> None:
+    """Tells a ResumableSampler that its rows may come again: nothing is trained."""
+    for name in ("batch_sampler", "sampler"):
+        if isinstance(sampler := getattr(loader, name, None), ResumableSampler):
+            sampler.load_state_dict(sampler.state_dict())
 
 
 def _idle_in(waits: Sequence[tuple[float, float]], events: Sequence[Event]) -> float:
@@ -265,14 +373,3 @@ def _idle_in(waits: Sequence[tuple[float, float]], events: Sequence[Event]) -> f
                 idle -= overlap
                 reached = max(reached, done)
     return idle
-
-
-def _endless(loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """The loader's items without an end, each with whether an iteration begins with it."""
-    while True:
-        begins = True
-        for item in loader:
-            yield item, begins
-            begins = False
-        if begins:
-            raise ValueError("loader: gives no batch, it must give at least one")
