@@ -23,6 +23,7 @@ AT_IMPORT = {
     "torch._C._disabled_torch_function_impl": "gradient guards",
     "torch._C._distributed_c10d.GradBucket": "what gradient hooks get, as those of DDP do",
     "torch._C._functorch.peek_interpreter_stack": "whether a call is transformed by torch.func",
+    "torch._functorch.config.donated_buffer": "compiled stages of split backwards",
     "torch._ops.OpOverload": "operators of exported graphs: what they write and draw",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "models run without values",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "models run without values",

@@ -112,9 +112,9 @@ def _no_origins_noted() -> contextlib.AbstractContextManager[None]:
 def _backwards_kept() -> Iterator[None]:
     """Refuses what torch.export leaves out: it keeps a forward's operators alone.
 
-    Their own derivatives would take the place of a custom autograd function's backward, and hooks
-    of tensors, or of those that are saved, would not be called. Functions and checkpoints of torch
-    itself may stay: their backwards are those of the operators.
+    Their own derivatives would take the place of a custom autograd function's backward. Hooks of
+    tensors and of saved tensors would not be called. Functions and checkpoints of torch itself may
+    stay: their backwards are those of the operators.
     """
     function, tensor, saved = torch.autograd.Function, torch.Tensor, saved_tensors_hooks
     apply, hook, enter = function.__dict__["apply"], tensor.register_hook, saved.__enter__

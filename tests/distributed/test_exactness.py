@@ -261,8 +261,7 @@ def replicas_follow_the_mean(
     )
     want = [oracle.train_replicas(batches) for batches in zip(*by_replica, strict=True)]
     own = torch.distributed.get_rank() // d
-    # Initial weights come from replica 0: the others start from something else.
-    options |= {"model": task.model(seed=1 + own), "width": width, "schedule": schedule}
+    options |= {"model": task.model(seed=1), "width": width, "schedule": schedule}
     with make_pipeline(task, d, m, by_replica[0][0], **options) as pipe:
         assert pipe.replica == own
         opt = pd2.PipelineOptimizer(make(pipe.parameters()))

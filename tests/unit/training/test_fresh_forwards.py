@@ -377,8 +377,6 @@ def test_fresh_forwards_take_no_memory_more() -> None:
             ValueError,
             "slots: 5, num_microbatches: 6: 7 .* late on stage 0, .* num_microbatches=7 or more",
         ),
-        ({"schedule": "1f1b", "update_slots": 1}, ValueError, "'1f1b'.*batch late: choose '2bw_fr"),
-        ({"schedule": "gpipe", "update_slots": "auto"}, ValueError, "a batch late: choose '2bw_fr"),
     ],
 )
 def test_what_cannot_be(options: dict[str, Any], error: type[Exception], message: str) -> None:
