@@ -21,11 +21,11 @@ from .replacing import items_in
 
 # Of lists, dictionaries, sets and deques; and what names a result's place.
 _WRITERS = frozenset(
-    """
-    append appendleft extend extendleft insert pop popleft popitem remove discard clear
-    setdefault update add difference_update intersection_update symmetric_difference_update
-    sort reverse rotate out
-    """.split()
+    (
+        *("append", "appendleft", "extend", "extendleft", "insert", "setdefault", "update", "add"),
+        *("pop", "popleft", "popitem", "remove", "discard", "clear", "difference_update"),
+        *("intersection_update", "symmetric_difference_update", "sort", "reverse", "rotate", "out"),
+    )
 )
 _WRITING = frozenset(("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"))
 _NOT_OWN = frozenset({"torch", "numpy", "pipedream2bw"}) | sys.stdlib_module_names

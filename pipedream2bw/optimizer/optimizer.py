@@ -315,9 +315,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         self._check_in_charge()
         refuse_distributed_checkpoint(self._session.grid.num_shards)
-        result = self._saved.state_dict()
-        self._share()
-        return result
+        with self._session.ending.one_at_a_time():
+            result = self._saved.state_dict()
+            self._share()
+            return result
 
     def init_state(self) -> None:
         """Makes room for ``torch.distributed.checkpoint.load``, which fills what is there. Drains.

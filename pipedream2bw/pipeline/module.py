@@ -651,9 +651,10 @@ class PipelineModule(nn.Module):
         what its process holds, too, but with ``shard_state``.
         """
         refuse_distributed_checkpoint(self.session.grid.num_shards)
-        self.session.flush_to_read(Operation.state_dict)
-        is_whole = not self.session.ending.has_failed
-        return self.session.local_model.state(prefix, keep_vars, whole=is_whole)
+        with self.session.ending.one_at_a_time():
+            self.session.flush_to_read(Operation.state_dict)
+            is_whole = not self.session.ending.has_failed
+            return self.session.local_model.state(prefix, keep_vars, whole=is_whole)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains.

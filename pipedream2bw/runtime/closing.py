@@ -26,18 +26,19 @@ def close(session: Session) -> None:
     if not session.ending.is_open:
         return
     discarded: StageError | None = None
-    with session.ending.failing_closes():
-        session.stages.finish_submitted()
-        try:
-            session.agree(Operation.close, session.num_train_steps, Announcement)
-            if session.stages.joint_updates.need_later_batches:
-                session.drain()
-        except StageError as error:
-            if error.discarded is None:
-                raise
-            discarded = error
-        session.ending.finish_submitted()
-        session.control.agree(Operation.close, session.num_train_steps, Announcement)
-    session.ending.end(RuntimeError("close() was called"))
+    with session.ending.one_at_a_time():
+        with session.ending.failing_closes():
+            session.stages.finish_submitted()
+            try:
+                session.agree(Operation.close, session.num_train_steps, Announcement)
+                if session.stages.joint_updates.need_later_batches:
+                    session.drain()
+            except StageError as error:
+                if error.discarded is None:
+                    raise
+                discarded = error
+            session.ending.finish_submitted()
+            session.control.agree(Operation.close, session.num_train_steps, Announcement)
+        session.ending.end(RuntimeError("close() was called"))
     if discarded is not None:
         raise discarded

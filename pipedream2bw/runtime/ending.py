@@ -93,10 +93,23 @@ class Ending:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._stages))
 
     @contextlib.contextmanager
-    def failing_closes(self) -> Iterator[None]:
-        """Closes the pipeline on a failure; a mistake that all ranks found leaves it open."""
+    def one_at_a_time(self) -> Iterator[None]:
+        """Raises RuntimeError in a thread that calls while another one does."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError("the pipeline is in another thread's call: use one thread at a time")
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    @contextlib.contextmanager
+    def failing_closes(self) -> Iterator[None]:
+        """Closes the pipeline on a failure; a mistake that all ranks found leaves it open."""
+        with self.one_at_a_time(), self._failing_closes():
+            yield
+
+    @contextlib.contextmanager
+    def _failing_closes(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -109,8 +122,6 @@ class Ending:
             if not isinstance(error, (ValueError, TypeError)) and not is_open:
                 self.abort(f"{type(error).__name__} {error}".strip(), error=error)
             raise
-        finally:
-            self._in_use.release()
 
     @contextlib.contextmanager
     def lost_ranks_close(self) -> Iterator[None]:

@@ -79,6 +79,10 @@ IN_HEADERS = {
     "tensor_post_acc_grad_hooks": ("torch/csrc/autograd", "which nodes give weights' gradients"),
     "FunctionPreHook": ("torch/csrc/autograd", "the backward in halves: keeps gradients"),
     "next_edges": ("torch/csrc/autograd", "the backward in halves: cuts the graph"),
+    "has_hooks": (
+        "torch/csrc/autograd/saved_variable.h",
+        "the backward in halves: leaves checkpoints whole",
+    ),
     "pre_hooks": ("torch/csrc/autograd", "the backward in halves"),
     "release_variables": ("torch/csrc/autograd", "the backward in halves: frees activations"),
     "add_input_metadata": ("torch/csrc/autograd", "gradients of received values"),

@@ -240,9 +240,8 @@ def test_no_optimizer_at_all_is_a_type_error(optimizer: Any) -> None:
 
 
 def test_optimizers_that_need_a_closure_are_refused() -> None:
-    with build() as pipe:
-        with pytest.raises(TypeError, match=r"LBFGS"):
-            pd2.PipelineOptimizer(torch.optim.LBFGS(pipe.parameters()))
+    with build() as pipe, pytest.raises(TypeError, match=r"LBFGS"):
+        pd2.PipelineOptimizer(torch.optim.LBFGS(pipe.parameters()))
 
 
 def test_frozen_parameters_may_be_left_out() -> None:
