@@ -80,7 +80,7 @@ IN_HEADERS = {
     "FunctionPreHook": ("torch/csrc/autograd", "the backward in halves: keeps gradients"),
     "next_edges": ("torch/csrc/autograd", "the backward in halves: cuts the graph"),
     "has_hooks": (
-        "torch/csrc/autograd/saved_variable.h",
+        "torch/csrc/autograd",
         "the backward in halves: leaves checkpoints whole",
     ),
     "pre_hooks": ("torch/csrc/autograd", "the backward in halves"),
