@@ -981,8 +981,9 @@ def assert_alike(of: Combination, got: Outcome, want: Outcome) -> None:
     assert got.scales == want.scales
     exact = of.is_exact
     if exact:
-        assert str(got.losses) == str(want.losses)
-        assert str(got.norms).replace("inf", "nan") == str(want.norms)
+        assert str(got.losses) == str(want.losses), f"losses: {got.losses}, {want.losses}"
+        norms = str(got.norms).replace("inf", "nan")
+        assert norms == str(want.norms), f"norms: {norms}, {want.norms}"
     tolerance = 1e-5 if of.low is None and not of.autocast else 1e-3
     for ours, theirs in ((got.losses, want.losses), (got.norms, want.norms)):
         assert list(map(math.isfinite, ours)) == list(map(math.isfinite, theirs))
@@ -1003,13 +1004,12 @@ def assert_alike(of: Combination, got: Outcome, want: Outcome) -> None:
 
 
 def _assert_evaluated(of: Combination, got: Evaluation, want: Evaluation, tolerance: float) -> None:
-    numbers = [(got.loss, want.loss)] + [(got.metric, want.metric)] * of.measures
-    for ours, theirs in numbers:
-        assert math.isfinite(ours) == math.isfinite(theirs)
-        if of.is_exact:
-            assert str(ours) == str(theirs)
-        elif math.isfinite(theirs):
-            assert abs(ours - theirs) <= tolerance * abs(theirs)
+    numbers = [(got.loss, want.loss, 0.0 if of.is_exact else tolerance)]
+    numbers += [(got.metric, want.metric, max(tolerance, 1e-5))] * of.measures
+    for ours, theirs, within in numbers:
+        both = f"evaluated: {ours}, {theirs}"
+        assert math.isfinite(ours) == math.isfinite(theirs), both
+        assert not math.isfinite(theirs) or abs(ours - theirs) <= within * abs(theirs), both
     if got.output is not None:
         assert want.output is not None
         assert got.output.dtype == want.output.dtype
