@@ -47,7 +47,7 @@ from tests.runs.combinations import (
     phases_by_definition,
     sizes_of,
 )
-from tests.samples.schedule_sizes import TWO_PIPELINES
+from tests.samples.schedule_sizes import TWO_PIPELINES, Sizes
 
 SURROUNDING = ("evaluate", "discard", "go back", "full_state_dict", "flush", "state_dict")
 NOTHING = (None, False, (), "", frozenset(), -1)
@@ -198,33 +198,31 @@ def further(choose: Choose[Any]) -> tuple[tuple[str, Any], ...]:
 
 def moved(choose: Choose[Any], of: Combination, num_ranks: int | None) -> Combination | None:
     """Another layout that goes on with what this one has saved; None: there is none."""
-    drawn = dict(further(choose)) | {"random": dict(of.further).get("random", "keyed")}
-    of = dataclasses.replace(of, further=tuple(drawn.items()))
+    drawn = {n: v for n, v in further(choose) if n != "random"}
+    kept = {n: v for n, v in of.further if n == "random"}  # as it was saved
+    of = dataclasses.replace(of, further=tuple({**drawn, **kept}.items()))
     stays = of.is_fresh or of.schedule == "pipedream"
-    while True:
-        schedule = of.schedule if stays else choose(pd2.schedule_names())
-        if schedule in ("pipedream", "2bw_fresh") and not stays:
-            continue
-        if of.norm == "batch" and schedule in TWO_PIPELINES:
-            continue
-        if of.staleness and "2bw" not in schedule:
+    found: dict[str, list[Sizes]] = {}
+    for schedule in [of.schedule] if stays else pd2.schedule_names():
+        is_other = schedule in ("pipedream", "2bw_fresh") and not stays
+        is_other |= of.norm == "batch" and schedule in TWO_PIPELINES
+        if is_other or (of.staleness and "2bw" not in schedule):
             continue
         depths = [1, 2, 3, 4] if num_ranks is None else [num_ranks, 2 * num_ranks]
-        depths = [d for d in depths if not of.tied or (d > 1) == bool(of.cuts)]
-        if stays:
-            depths = [of.sizes.num_stages]
-        found = [
+        sizes_there = [
             each
-            for depth in depths
+            for depth in ([of.sizes.num_stages] if stays else depths)
             for each in sizes_of(schedule, depth)
             if num_ranks in (None, depth // each.stages_per_rank)
             and (not stays or each == of.sizes)
+            and (not of.tied or (depth > 1) == bool(of.cuts))
         ]
-        if found:
-            break
-        if stays:  # no other processes can be its ranks
-            return None
-    sizes = choose(found)
+        if sizes_there:
+            found[schedule] = sizes_there
+    if not found:
+        return None
+    schedule = choose(list(found))
+    sizes = choose(found[schedule])
     cuts = list(PARTS[1:])
     while len(cuts) >= sizes.num_stages:
         cuts.remove(choose(cuts))
@@ -267,8 +265,13 @@ def can_be_compared(of: Combination, *, is_saved: bool) -> bool:
     """Whether the unsplit model does the same, as the documents say."""
     if of.normalizer == "function" and max(of.lengths) > 1:
         return False
-    # Else other numbers are drawn: after a layer that no fake tensors can run, too.
+    if of.is_fresh and max(of.late) > of.sizes.num_microbatches:
+        return False
+    # "auto" may recompute nothing.
     by_name = dict(of.further)
+    if of.recompute == "auto" and not {"compile", "random", "graphs"}.isdisjoint(by_name):
+        return False
+    # Else other numbers are drawn: after a layer that no fake tensors can run, too.
     if of.dropout and (of.gated or "compile" in by_name or by_name.get("random") == "torch"):
         return False
     # The state of an optimizer inside another one is in no state_dict.
