@@ -15,6 +15,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib.util
 import math
 import shutil
 import tempfile
@@ -405,12 +406,50 @@ OTHER_OPTIMIZERS: dict[str, Callable[[Group, Group], list[torch.optim.Optimizer]
 """Of matrices and of vectors."""
 
 
+FOREIGN = (
+    *(
+        "ADOPT",
+        "AdEMAMix",
+        "AdaBelief",
+        "AdaBound",
+        "AdamP",
+        "Adan",
+        "Aida",
+        "Amos",
+        "CAME",
+        "FTRL",
+    ),
+    *(
+        "DiffGrad",
+        "Fromage",
+        "Grams",
+        "LARS",
+        "LaProp",
+        "Lamb",
+        "Lion",
+        "NovoGrad",
+        "PNM",
+        "QHAdam",
+    ),
+    *("Ranger", "SGDP", "SOAP", "SignSGD", "StableAdamW", "Tiger", "Yogi"),
+)
+"""Of the package pytorch-optimizer: those that step each parameter as if it were the only one."""
+
+
+def foreign_optimizers() -> tuple[str, ...]:
+    """Those that are installed."""
+    return FOREIGN if importlib.util.find_spec("pytorch_optimizer") else ()
+
+
 def optimizers_of(kind: str, named: Named) -> list[torch.optim.Optimizer]:
     """Over what is trained; groups may be empty on a rank."""
     trained = [(name, p) for name, p in named if p.requires_grad]
     matrices = {"params": [p for _, p in trained if p.ndim == 2]}
     vectors = {"params": [p for _, p in trained if p.ndim != 2]}
     undecayed = {**vectors, "weight_decay": 0.0}
+    if kind in FOREIGN:
+        make = getattr(importlib.import_module("pytorch_optimizer"), kind)
+        return [make([matrices, vectors], lr=0.01)]
     if kind in OTHER_OPTIMIZERS:
         return OTHER_OPTIMIZERS[kind](matrices, vectors)
     if kind == "own":

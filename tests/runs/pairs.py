@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import itertools
 import logging
 import random
@@ -42,6 +41,7 @@ from tests.runs.combinations import (
     batches_of,
     build,
     draw,
+    foreign_optimizers,
     opened,
     optimizers_of,
     phases_by_definition,
@@ -161,7 +161,7 @@ def widen(choose: Choose[Any], of: Combination) -> Combination:
     """What :func:`draw` does not draw, and what is done between batches."""
     optimizer = of.optimizer
     if of.norm != "batch":
-        optimizer = choose([optimizer, *OTHER_OPTIMIZERS, *foreign()])
+        optimizer = choose([optimizer, *OTHER_OPTIMIZERS, *foreign_optimizers()])
     reduction = of.reduction
     between = [
         choose([each, each, *SURROUNDING]) if k == 0 else each
@@ -235,14 +235,6 @@ def moved(choose: Choose[Any], of: Combination, num_ranks: int | None) -> Combin
         rows=tuple(choose([few, few, few + 1]) for _ in of.rows),
         recompute=of.recompute if stays else choose([False, True, "auto", ["blocks.2"]]),
     )
-
-
-def foreign() -> list[str]:
-    """Optimizers of pytorch-optimizer, where it is installed, that step each parameter alone."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("pytorch_optimizer")
-        return []
-    return []
 
 
 # ---------------------------------------------------------------- what the tables say
