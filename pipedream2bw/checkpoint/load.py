@@ -386,14 +386,15 @@ class _Prepared:
         """
         source, schedule = self._source, self._session.schedule
         newest, delay = source.manifest.batch, schedule.delay[stage.index]
+        most = min(delay, newest)  # a stage that trains nothing lacks none of them
         trained = set(source.manifest.trainable)
         names = trained
         if not schedule.has_one_delay:
             names = trained.intersection(self._saved_as(stage.weights.trainable).values())
         kept = 0
-        while kept < delay and source.places(older(kept + 1)).keys() >= names:
+        while kept < most and source.places(older(kept + 1)).keys() >= names:
             kept += 1
-        if kept < min(delay, newest):
+        if kept < most:
             log.warning(
                 "checkpoint %s has %d older versions of stage %d, the schedule reads %d: its "
                 "delay begins anew",

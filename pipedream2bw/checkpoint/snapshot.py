@@ -293,7 +293,7 @@ class _StageCopier:
         states: StateByName = {}
         if optimizer is not None:  # now: when the last stage is copied, this one may have gone on
             states = optimizer.of_stage(weights)
-            snapshot.beside[self.stage.index] = optimizer.beside(weights)
+            snapshot.beside[self.stage.index] = optimizer.beside(weights, batch - 1)
         for name, whole in self._divided(states).items():
             master = whole.pop(MODEL, None)
             if name in mine and master is not None:

@@ -152,6 +152,7 @@ class Watch:
         written: names of buffers that the model's forwards are known to write.
         called: the modules whose own call stages make, so that hooks run.
         is_recorded: whether what the functions compute is recorded, numbers as they are.
+        is_compiled: whether the forwards are, whose updates of statistics count as writes of them.
 
     Attributes:
         state: what captured programs depend on, when it was last looked at. It can be hashed.
@@ -167,10 +168,17 @@ class Watch:
         called: Iterable[nn.Module],
         *,
         is_recorded: bool = False,
+        is_compiled: bool = False,
     ) -> None:
         self._root = root
         self._search = functools.partial(
-            _Search, root, list(functions), written, set(map(id, called)), is_recorded=is_recorded
+            _Search,
+            root,
+            list(functions),
+            written,
+            set(map(id, called)),
+            is_recorded=is_recorded,
+            is_compiled=is_compiled,
         )
         self._is_new = True  # scripts define variables after they have made the pipeline
         self._found: list[_Change] = []
@@ -334,9 +342,10 @@ class _Search:
         called: set[int],
         *,
         is_recorded: bool,
+        is_compiled: bool,
     ) -> None:
         self._called = called
-        self._is_recorded = is_recorded
+        self._is_recorded, self._is_compiled = is_recorded, is_compiled
         self._modules = dict(root.named_modules())
         self._written = written
         self._reads = {type(m): Reads.of_class(type(m)) for m in self._modules.values()}
@@ -411,8 +420,9 @@ class _Search:
         if not is_norm:  # a recompute puts others in the places of its statistics, for a while
             yield from _some(module._buffers, prefix, kept, is_program=False)
         for key, buffer in there.items():
-            # The kernel that updates statistics does not count as a write.
-            if (is_norm and key != "num_batches_tracked") or key in kept:
+            # torch's kernel that updates statistics does not count as a write, compiled code does.
+            is_statistic = is_norm and key != "num_batches_tracked"
+            if not self._is_compiled if is_statistic else key in kept:
                 yield from _writes(f"{prefix}{key}", buffer, is_program=False)
 
     def _of_class(self, kind: type) -> Iterator[_Place]:

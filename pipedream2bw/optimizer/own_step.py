@@ -62,13 +62,18 @@ class StageStepper:
         return {i: part.state_of(i) for part in self._parts for i in part.positions}
 
     def beside(
-        self, given: Sequence[dict[str, Any]], seen: Sequence[dict[str, Any]]
+        self,
+        given: Sequence[dict[str, Any]],
+        seen: Sequence[dict[str, Any]],
+        update: int | None = None,
     ) -> dict[str, Beside]:
         """Copies of what it keeps beside that, by the first of each part's parameters.
 
         Args:
             given, seen: see :func:`changed_by`.
+            update: the last one, which may have been left out; None: drained.
         """
+        self._make_changes(update)
         found = [part.beside() for part in self._parts if part.positions]
         for each in found:
             theirs = zip(each["param_groups"], changes(given, seen), strict=True)

@@ -103,10 +103,14 @@ class OptimizerSnapshot:
                     found[name] |= {_name(extension.name, key): v for key, v in of_one.items()}
         return found
 
-    def beside(self, weights: StageWeights) -> dict[int, BesideByPart]:
-        """Copies of what the stage's optimizers keep beside its parameters' states, by number."""
+    def beside(self, weights: StageWeights, update: int) -> dict[int, BesideByPart]:
+        """Copies of what the stage's optimizers keep beside its parameters' states, by number.
+
+        Args:
+            update: the last one.
+        """
         return {
-            number: self.steppers[number, weights.index].beside(self.options[number], seen)
+            number: self.steppers[number, weights.index].beside(self.options[number], seen, update)
             for number, seen in self.seen.items()
         }
 

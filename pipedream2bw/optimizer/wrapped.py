@@ -132,7 +132,7 @@ class Wrapped(Extension):
         for number, options in given.items():
             of_stages = self._of_stages(number, options, self.seen[number])
             changed = number in self._changing
-            if changed or any(is_any(each, options) for each in of_stages.values()):
+            if of_stages and (changed or any(is_any(each, options) for each in of_stages.values())):
                 found[number] = of_stages
         return found
 

@@ -37,6 +37,7 @@ class ModelChanges:
             found.written_buffers - found.guessed_buffers,
             () if options.compile_options else called_by(captured.graph, stages.root),
             is_recorded=bool(options.pipeline.graphs),
+            is_compiled=bool(options.compile_options),
         )
         self._modes: dict[object, Mode] = {self._watch.state: self._first}
         self._num_followed = self._num_captures = 0

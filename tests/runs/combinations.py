@@ -6,7 +6,7 @@ with the package, and a model that has what they are about. It is made of
     first, blocks.0 ... blocks.5, last
 
 where ``last`` may have the weight of ``first``, blocks may be frozen, use a layer for some
-microbatches only, and add losses.
+microbatches only, drop out values, and add losses.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib.util
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.optim import SGD, AdamW, RMSprop
+from torch.optim import SGD, Adam, AdamW, RMSprop
 
 import pipedream2bw as pd2
 from tests.references.late_forwards import late_of_2bw
@@ -30,7 +34,7 @@ from tests.references.mixed_oracle import clip_norm, half_away, lowered
 from tests.references.oracle import Batch
 from tests.references.remedies import Corrected, Discounted
 from tests.samples.models import WIDTH
-from tests.samples.odd_optimizers import CountsInGroup, Together
+from tests.samples.odd_optimizers import CountsInGroup, Lookahead, Together
 from tests.samples.schedule_sizes import TWO_PIPELINES, V_SHAPED, Sizes, sizes_for
 from tests.samples.tied_models import untied
 
@@ -46,6 +50,7 @@ INIT_SCALE, GROWTH_INTERVAL = 256.0, 2
 DISCOUNTED_BATCHES = 3
 NUM_UPDATES = 5
 HARMLESS = ("flush", "state_dict", "reload the optimizer")
+RANDOM_SEED = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +85,23 @@ class Combination:
     load_before: int  # an update, or none
     numbers: tuple[int, ...] = ()  # of microbatches, of each replica of one batch
     update_slots: int | None = None
+    dropout: float = 0.0
+    shifts: bool = False  # by an argument that every microbatch gets whole
+    normalizer: str = ""  # "number": each train_step's; "function": of its target
+    rounds: bool = False  # what error feedback keeps
+    measures: bool = False  # a metric
+    half: bool = False  # autocast to float16
+    further: tuple[tuple[str, Any], ...] = ()
+    """Options of PipelineModule by their names that change no number."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether stock torch computes the same bits."""
+        return self.optimizer not in ("adam", "adamw") and "compile" not in dict(self.further)
+
+    @property
+    def num_accumulated(self) -> int:
+        return self.lengths[0] if self.averages else 1
 
     @property
     def delay(self) -> int:
@@ -132,15 +154,23 @@ class Combination:
             "stages_per_rank": self.sizes.stages_per_rank,
             "update_slots": self.update_slots,
             "split": list(self.cuts),
-            "accumulate": self.lengths[0] if self.averages else 1,
+            "accumulate": self.num_accumulated,
             "loss_reduction": self.reduction,
             "precision": self.precision,
             "split_master": self.split_master,
             "gradient_dtype": torch.bfloat16 if self.narrow else None,
-            "autocast": torch.bfloat16 if self.autocast else None,
+            "autocast": (torch.float16 if self.half else torch.bfloat16) if self.autocast else None,
             "warmup_batches": self.warmup,
             "recompute": self.recompute,
+            "normalizer": {"number": True, "function": weight_of}.get(self.normalizer, False),
+            "metrics": {"spread": spread} if self.measures else None,
+            "replicated": ["shift"] if self.shifts else (),
+            **dict(self.further),
         }
+
+    def keywords(self) -> dict[str, torch.Tensor]:
+        """Of the model's call."""
+        return {"shift": SHIFT} if self.shifts else {}
 
     @property
     def is_corrected(self) -> bool:
@@ -163,11 +193,12 @@ class Combination:
 
     def optimizer_options(self) -> dict[str, Any]:
         """Of PipelineOptimizer."""
+        feedback = pd2.ErrorFeedback(0.8, dtype=torch.bfloat16 if self.rounds else None)
         remedies = {
             "discount": [pd2.LearningRateDiscount(DISCOUNTED_BATCHES)],
-            "feedback": [pd2.ErrorFeedback(0.8)],
+            "feedback": [feedback],
             "nesterov": [pd2.NesterovCorrection(0.7)],
-            "both": [pd2.LearningRateDiscount(DISCOUNTED_BATCHES), pd2.ErrorFeedback(0.8)],
+            "both": [pd2.LearningRateDiscount(DISCOUNTED_BATCHES), feedback],
         }
         options: dict[str, Any] = {"staleness": remedies.get(self.staleness, ())}
         if self.scaled:
@@ -264,20 +295,35 @@ def sizes_of(schedule: str, depth: int) -> list[Sizes]:
 
 # ---------------------------------------------------------------- the model
 
+SHIFT = torch.linspace(-0.2, 0.2, WIDTH)
+
+
+def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A metric."""
+    return (output.float() - target).abs().mean()
+
+
+def weight_of(target: torch.Tensor) -> int:
+    """A normalizer."""
+    return 3 * len(target)
+
 
 class Block(nn.Module):
     """Its second layer is used where the first one's mean is positive."""
 
-    def __init__(self, norm: str, raise_loss: Raise | None, *, gated: bool) -> None:
+    def __init__(
+        self, norm: str, raise_loss: Raise | None, *, gated: bool, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         norms = {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d, "none": nn.Identity}
         self.norm = norms[norm](WIDTH)
         self.linear, self.raise_loss, self.gated = nn.Linear(WIDTH, WIDTH), raise_loss, gated
         if gated:
             self.second = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(self.norm(x)).tanh()
+        y = self.dropout(self.linear(self.norm(x)).tanh())
         if self.gated and float(y.detach().float().mean()) > 0:
             y = y + self.second(x)
         if self.raise_loss is not None:
@@ -292,7 +338,12 @@ class Model(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH, bias=False)
         self.blocks = nn.ModuleList(
-            Block(of.norm, raise_loss if of.adds and i % 2 else None, gated=of.gated and i % 3 == 1)
+            Block(
+                of.norm,
+                raise_loss if of.adds and i % 2 else None,
+                gated=of.gated and i % 3 == 1,
+                dropout=of.dropout * (i % 2),
+            )
             for i in range(NUM_BLOCKS)
         )
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -301,12 +352,14 @@ class Model(nn.Module):
         for name in of.frozen:
             self.get_submodule(name).requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
         first = x = self.first(x)
         for i, block in enumerate(self.blocks):
             x = block(x)
             if i == 3:
                 x = x + first
+            if i == 4 and shift is not None:
+                x = x + shift
         result: torch.Tensor = self.last(x)
         return result
 
@@ -335,12 +388,70 @@ def batches_of(of: Combination, seed: int = 2, replica: int = 0) -> list[Batch]:
     return batches
 
 
+Group = dict[str, Any]
+OTHER_OPTIMIZERS: dict[str, Callable[[Group, Group], list[torch.optim.Optimizer]]] = {
+    "adam": lambda a, b: [Adam([a, b], lr=0.01, eps=1e-3, amsgrad=True, foreach=False)],
+    "heavy": lambda a, b: [SGD([a, b], lr=0.05, momentum=0.9, nesterov=True, maximize=False)],
+    "adadelta": lambda a, b: [torch.optim.Adadelta([a, b], lr=0.5)],
+    "adafactor": lambda a, b: [torch.optim.Adafactor([a, b], lr=0.01)],
+    "adagrad": lambda a, b: [torch.optim.Adagrad([a, b], lr=0.05, lr_decay=0.1)],
+    "adamax": lambda a, b: [torch.optim.Adamax([a, b], lr=0.01)],
+    "asgd": lambda a, b: [torch.optim.ASGD([a, b], lr=0.05, t0=2)],
+    "muon": lambda a, b: [torch.optim.Muon([a], lr=0.01), SGD([b], lr=0.1)],
+    "nadam": lambda a, b: [torch.optim.NAdam([a, b], lr=0.01)],
+    "radam": lambda a, b: [torch.optim.RAdam([a, b], lr=0.01)],
+    "rprop": lambda a, b: [torch.optim.Rprop([a, b], lr=0.01)],
+    "lookahead": lambda a, b: [Lookahead(SGD([a, b], lr=0.1, momentum=0.5))],
+}
+"""Of matrices and of vectors."""
+
+
+FOREIGN = (
+    *(
+        "ADOPT",
+        "AdEMAMix",
+        "AdaBelief",
+        "AdaBound",
+        "AdamP",
+        "Adan",
+        "Aida",
+        "Amos",
+        "CAME",
+        "FTRL",
+    ),
+    *(
+        "DiffGrad",
+        "Fromage",
+        "Grams",
+        "LARS",
+        "LaProp",
+        "Lamb",
+        "Lion",
+        "NovoGrad",
+        "PNM",
+        "QHAdam",
+    ),
+    *("Ranger", "SGDP", "SOAP", "SignSGD", "StableAdamW", "Tiger", "Yogi"),
+)
+"""Of the package pytorch-optimizer: those that step each parameter as if it were the only one."""
+
+
+def foreign_optimizers() -> tuple[str, ...]:
+    """Those that are installed."""
+    return FOREIGN if importlib.util.find_spec("pytorch_optimizer") else ()
+
+
 def optimizers_of(kind: str, named: Named) -> list[torch.optim.Optimizer]:
     """Over what is trained; groups may be empty on a rank."""
     trained = [(name, p) for name, p in named if p.requires_grad]
     matrices = {"params": [p for _, p in trained if p.ndim == 2]}
     vectors = {"params": [p for _, p in trained if p.ndim != 2]}
     undecayed = {**vectors, "weight_decay": 0.0}
+    if kind in FOREIGN:
+        make = getattr(importlib.import_module("pytorch_optimizer"), kind)
+        return [make([matrices, vectors], lr=0.01)]
+    if kind in OTHER_OPTIMIZERS:
+        return OTHER_OPTIMIZERS[kind](matrices, vectors)
     if kind == "own":
         return [CountsInGroup([matrices, vectors])]
     if kind == "several":
@@ -358,6 +469,15 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, first: Sequence[float],
 
 
 # ---------------------------------------------------------------- what it means
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """Of one batch, by the newest weights; ``output``: where the last stage is."""
+
+    loss: float
+    metric: float
+    output: torch.Tensor | None
 
 
 class Definition:
@@ -382,14 +502,17 @@ class Definition:
         self.first_rates = [group["lr"] for group in optimizer.param_groups]
         self.corrected: Corrected | None = None
         if of.staleness in ("feedback", "both"):
-            optimizer = self.corrected = Corrected(optimizer, "error feedback", 0.8, of.warmup)
+            kept = torch.bfloat16 if of.rounds else None
+            optimizer = self.corrected = Corrected(
+                optimizer, "error feedback", 0.8, of.warmup, kept
+            )
         elif of.staleness == "nesterov":
             optimizer = self.corrected = Corrected(optimizer, "nesterov", 0.7, of.warmup)
         self.discounted: Discounted | None = None
         if of.staleness in ("discount", "both"):
             self.discounted = Discounted(optimizer, DISCOUNTED_BATCHES, of.warmup)
         self.optimizer = self.discounted or optimizer
-        self.t = self.oldest = self.num_overflows = self.since_change = 0
+        self.t = self.oldest = self.num_overflows = self.since_change = self.num_steps = 0
         self.versions = [self._weights()]
         self.scales = [INIT_SCALE if of.scaled else 1.0]
         self.norms: list[float] = []
@@ -412,9 +535,22 @@ class Definition:
         self.model.load_state_dict(state)
         for mine in self.buffers:
             mine.update({name: state[name].clone() for name in mine})
-        self.versions[self.t], self.oldest = self._weights(), self.t
+        self.versions[self.t] = self._weights()
+        self.restart_delay()
+
+    def restart_delay(self) -> None:
+        """The next batch reads the newest weights, as after a batch that was discarded."""
+        self.oldest = self.t
         if self.corrected is not None and self.t >= self.of.warmup:
             self.corrected.restart_delay()
+
+    def become(self, of: Combination, num_replicas: int) -> None:
+        """Goes on as another layout does that loads what this one has saved."""
+        if of.delay > self.of.delay:
+            self.restart_delay()  # only the newest weights were saved
+        first, *others = self.buffers
+        added = [dict(first) for _ in range(num_replicas - len(self.buffers))]
+        self.of, self.buffers = of, [first, *others, *added][:num_replicas]
 
     def version(self, delay: int) -> int:
         """What batch t reads."""
@@ -425,6 +561,7 @@ class Definition:
     def train(self, steps: Sequence[Sequence[Batch]]) -> list[list[float]]:
         """One update from train_steps of each replica; their losses."""
         of = self.of
+        self.normalizer = sum(weight_of(each.target) for batches in steps for each in batches)
         self._show(0)
         scale = self.scales[self.version(of.delay)]
         halves = 2 if of.schedule in TWO_PIPELINES else 1
@@ -439,15 +576,15 @@ class Definition:
             parts = [_split(*each) for each in zip(batches, numbers, strict=True)]
             total = torch.zeros(())
             for replica, part in enumerate(parts):
-                if not of.numbers:
+                if not self.is_one_batch:
                     total = torch.zeros(())
-                weighed = [x for each in parts for x in each] if of.numbers else part
+                weighed = [x for each in parts for x in each] if self.is_one_batch else part
                 for j, microbatch in enumerate(part):
                     if of.is_fresh:
                         self._show(j if step == 0 else math.inf)
-                    with self._buffers_of(replica):
+                    with self._buffers_of(replica), self._drawing(sum(numbers[:replica]) + j):
                         loss = self._loss(microbatch)
-                    seed = torch.full_like(loss, 1 if of.numbers else 1 / len(batches))
+                    seed = torch.full_like(loss, 1 if self.is_one_batch else 1 / len(batches))
                     if of.averages and of.reduction == "mean" and len(steps) > 1:
                         seed = seed / len(steps)
                     added = sum(self.aside, start=loss)
@@ -461,8 +598,9 @@ class Definition:
                     ]
                     total = total + self._weighed(loss.detach(), microbatch, weighed)
                 losses[-1].append(total.item())
-            if of.numbers:
+            if self.is_one_batch:
                 losses[-1] = losses[-1][-1:] * len(batches)
+            self.num_steps += 1
         gradients = [functools.reduce(_sum, of_one) for of_one in zip(*sums, strict=True)]
         if of.is_fresh and self.corrected is not None:
             each = of.numbers or [of.sizes.num_microbatches] * len(steps[0])
@@ -474,6 +612,50 @@ class Definition:
         self._update([None if g is None else g * (1 / scale) for g in gradients])
         return losses
 
+    @property
+    def is_one_batch(self) -> bool:
+        """Whether what the replicas are given has one loss."""
+        return bool(self.of.numbers or self.of.normalizer)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> list[Evaluation]:
+        """What each replica gets of its batch, by the newest weights."""
+        of, found, total, measured = self.of, [], torch.zeros(()), torch.zeros(())
+        numbers = of.numbers or [of.sizes.num_microbatches] * len(batches)
+        parts = [_split(*each) for each in zip(batches, numbers, strict=True)]
+        self.normalizer = sum(weight_of(each.target) for each in batches)
+        self._show_newest()
+        self.low.eval()
+        for replica, part in enumerate(parts):
+            if not self.is_one_batch:
+                total, measured = torch.zeros(()), torch.zeros(())
+            weighed = [x for each in parts for x in each] if self.is_one_batch else part
+            rows = sum(len(each.target) for each in weighed)
+            outputs = []
+            for microbatch in part:
+                with self._buffers_of(replica), self._autocast():
+                    outputs.append(self._output(microbatch))
+                    loss = loss_of(of.reduction)(outputs[-1], microbatch.target)
+                    value = spread(outputs[-1], microbatch.target)
+                total = total + self._weighed(loss, microbatch, weighed)
+                measured = measured + value * (len(microbatch.target) / rows)
+            self.aside.clear()
+            found.append(Evaluation(total.item(), measured.item(), torch.cat(outputs)))
+        self.low.train()
+        if self.is_one_batch:
+            return [
+                dataclasses.replace(each, loss=found[-1].loss, metric=found[-1].metric)
+                for each in found
+            ]
+        return found
+
+    def _drawing(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        if not self.of.dropout:
+            return contextlib.nullcontext()
+        return pd2.reference_random(
+            seed=RANDOM_SEED, train_step=self.num_steps, microbatch=microbatch
+        )
+
     def _kept(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient if self.of.narrow else gradient.float()
 
@@ -484,20 +666,35 @@ class Definition:
             for i, (name, parameter) in enumerate(self.low.named_parameters()):
                 is_late = not of.is_fresh or microbatch < of.late[of.stage_of(name)]
                 version = self.version(of.delay_of(name)) if is_late else self.t
-                weight = self.versions[version][i]
-                is_split = self.of.split_master and parameter.dtype == torch.bfloat16
-                parameter.copy_(half_away(weight) if is_split else weight)
+                self._show_one(parameter, self.versions[version][i])
+
+    def _show_newest(self) -> None:
+        with torch.no_grad():
+            for parameter, weight in zip(self.low.parameters(), self.versions[-1], strict=True):
+                self._show_one(parameter, weight)
+
+    def _show_one(self, parameter: nn.Parameter, weight: torch.Tensor) -> None:
+        is_split = self.of.split_master and parameter.dtype == torch.bfloat16
+        parameter.copy_(half_away(weight) if is_split else weight)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = torch.float16 if self.of.half else torch.bfloat16
+        return torch.autocast("cpu", dtype=dtype, enabled=self.of.autocast, cache_enabled=False)
+
+    def _output(self, microbatch: Batch) -> torch.Tensor:
+        arguments = {name: value.to(self.of.low) for name, value in self.of.keywords().items()}
+        output: torch.Tensor = self.low(microbatch.args[0].to(self.of.low), **arguments)
+        return output
 
     def _loss(self, microbatch: Batch) -> torch.Tensor:
-        x = microbatch.args[0].to(self.of.low)
-        with torch.autocast(
-            "cpu", dtype=torch.bfloat16, enabled=self.of.autocast, cache_enabled=False
-        ):
-            return loss_of(self.of.reduction)(self.low(x), microbatch.target)
+        with self._autocast():
+            return loss_of(self.of.reduction)(self._output(microbatch), microbatch.target)
 
     def _weighed(
         self, value: torch.Tensor, microbatch: Batch, of_all: Sequence[Batch]
     ) -> torch.Tensor:
+        if self.of.normalizer:
+            return value / self.normalizer
         if self.of.reduction == "sum":
             return value
         rows = [len(each.target) for each in of_all]
@@ -553,7 +750,8 @@ class Definition:
         """The masters; what is not trained, and buffers, of the model that computes."""
         parameters = self.model.named_parameters(remove_duplicate=False)
         trained = {name: p.detach() for name, p in parameters if p.requires_grad}
-        return {**self.low.state_dict(), **self.buffers[replica], **trained}
+        state = {**self.low.state_dict(), **self.buffers[replica], **trained}
+        return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def _split(batch: Batch, number: int) -> list[Batch]:
@@ -578,24 +776,72 @@ class Outcome:
     norms: list[float]
     scales: list[float]
     state: dict[str, torch.Tensor]
+    evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """What one pipeline trains of a run: the next one goes on with what this one has saved."""
+
+    of: Combination
+    updates: range
+    width: int = 1
+    is_new: bool = False  # only the newest weights were saved
 
 
 def by_definition(of: Combination, by_replica: Sequence[Sequence[Batch]]) -> list[Outcome]:
     """Of each replica; ``by_replica``: a batch for each train_step."""
-    definition = Definition(of, len(by_replica))
-    other = build(of, seed=7).state_dict()
-    remaining = iter(zip(*by_replica, strict=True))
+    return phases_by_definition([Phase(of, range(NUM_UPDATES), len(by_replica))], [by_replica])[-1]
+
+
+def phases_by_definition(
+    phases: Sequence[Phase], by_phase: Sequence[Sequence[Sequence[Batch]]]
+) -> list[list[Outcome]]:
+    """Of each phase, and of each of its replicas."""
+    definition = Definition(phases[0].of, phases[0].width)
+    other = build(phases[0].of, seed=7).state_dict()
+    found = []
+    for phase, by_replica in zip(phases, by_phase, strict=True):
+        definition.become(phase.of, phase.width)
+        if phase.is_new:
+            definition.restart_delay()
+        losses, evaluations = _train_phase(definition, phase, by_replica, other)
+        norms, scales = definition.norms, definition.scales[1:] if phase.of.scaled else []
+        found.append(
+            [
+                Outcome(list(mine), list(norms), scales, definition.state(replica), list(of_one))
+                for replica, (mine, of_one) in enumerate(
+                    zip(zip(*losses, strict=True), evaluations, strict=True)
+                )
+            ]
+        )
+    assert definition.num_overflows > 0 or not phases[0].of.overflows
+    return found
+
+
+def _train_phase(
+    definition: Definition,
+    phase: Phase,
+    by_replica: Sequence[Sequence[Batch]],
+    other: dict[str, torch.Tensor],
+) -> tuple[list[list[float]], list[list[Evaluation]]]:
+    of = phase.of
+    number = sum(of.lengths[: phase.updates.start])
     losses: list[list[float]] = []
-    for t, length in enumerate(of.lengths):
+    evaluations: list[list[Evaluation]] = [[] for _ in by_replica]
+    for t in phase.updates:
         if t == of.load_before:
             definition.load(other)
-        losses += definition.train([next(remaining) for _ in range(length)])
-    assert definition.num_overflows > 0 or not of.overflows
-    norms, scales = definition.norms, definition.scales[1:] if of.scaled else []
-    return [
-        Outcome(list(mine), norms, scales, definition.state(replica))
-        for replica, mine in enumerate(zip(*losses, strict=True))
-    ]
+        steps = [[mine[number + k] for mine in by_replica] for k in range(of.lengths[t])]
+        for k, batches in enumerate(steps):
+            if of.between[number + k] == "evaluate" and k == 0:
+                for mine, each in zip(evaluations, definition.evaluate(batches), strict=True):
+                    mine.append(each)
+        if of.between[number] == "discard":
+            definition.restart_delay()
+        losses += definition.train(steps)
+        number += of.lengths[t]
+    return losses, evaluations
 
 
 def by_pipeline(
@@ -607,40 +853,155 @@ def by_pipeline(
     **options: Any,
 ) -> Outcome:
     """``batches``: this replica's, one for each train_step."""
-    other = build(of, seed=7).state_dict()
+    with opened(of, batches, shard_state=shard_state, hook=hook, **options) as run:
+        return run.train(range(NUM_UPDATES))
+
+
+@contextlib.contextmanager
+def opened(
+    of: Combination,
+    batches: Sequence[Batch],
+    *,
+    shard_state: bool = False,
+    hook: Any = None,
+    **options: Any,
+) -> Iterator[Run]:
+    """A pipeline of this combination, at the beginning."""
     with pd2.PipelineModule(
         build(of),
         loss_of(of.reduction),
-        num_stages=of.sizes.num_stages,
-        num_microbatches=of.numbers or of.sizes.num_microbatches,
-        example_args=batches[0].args,
-        timeout=60.0,
-        **of.pipeline_options(),
-        **options,
+        **{
+            "num_stages": of.sizes.num_stages,
+            "num_microbatches": of.numbers or of.sizes.num_microbatches,
+            "example_args": batches[0].args,
+            "example_kwargs": of.keywords(),
+            "timeout": 60.0,
+            **of.pipeline_options(),
+            **options,
+        },
     ) as pipe:
         if hook is not None:
             pipe.register_comm_hook(None, hook)
+        if of.dropout:
+            pipe.session.random_seed = RANDOM_SEED
         wrapped = optimizers_of(of.optimizer, pipe.named_parameters())
         opt = pd2.PipelineOptimizer(*wrapped, **of.optimizer_options(), shard_state=shard_state)
-        first_rates = [group["lr"] for group in opt.param_groups]
+        yield Run(of, batches, pipe, opt, [group["lr"] for group in opt.param_groups])
+
+
+@dataclasses.dataclass
+class Run:
+    """A pipeline that trains ``batches``, one for each train_step."""
+
+    of: Combination
+    batches: Sequence[Batch]
+    pipe: pd2.PipelineModule
+    opt: pd2.PipelineOptimizer
+    first_rates: list[float]
+    evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
+
+    def train(
+        self,
+        updates: range,
+        save: Callable[[], Any] = lambda: None,
+        after_update: Callable[[], Any] = lambda: None,
+    ) -> Outcome:
+        """Trains these, and gives what came out of them.
+
+        Args:
+            save: called at the end, before anything is drained.
+        """
+        of, pipe, opt = self.of, self.pipe, self.opt
+        number = sum(of.lengths[: updates.start])
         losses: list[Any] = []
         norms: list[Any] = []
         scales: list[Any] = []
-        for t, length in enumerate(of.lengths):
+        for t in updates:
             if t == of.load_before:
-                pipe.load_state_dict(other)
-            for k in range(length):
-                disturb(of.between[len(losses)], pipe, opt)
-                batch = batches[len(losses)]
-                goes_on = not of.averages and k < length - 1
+                pipe.load_state_dict(build(of, seed=7).state_dict())
+            for k in range(of.lengths[t]):
+                self._disturb(of.between[number], number, k)
+                goes_on = not of.averages and k < of.lengths[t] - 1
                 with pipe.no_sync() if goes_on else contextlib.nullcontext():
-                    losses.append(pipe.train_step(*batch.args, target=batch.target))
-            set_learning_rates(opt, first_rates, t)
+                    losses.append(
+                        self._train_step(number, range(number - k, number - k + of.lengths[t]))
+                    )
+                number += 1
+            set_learning_rates(opt, self.first_rates, t)
             opt.step()
             norms += [opt.grad_norm] if of.clip == "norm" else []
             scales += [opt.loss_scale] if of.scaled else []
+            after_update()
+        save()
         state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-        return Outcome(*([float(x) for x in lazy] for lazy in (losses, norms, scales)), state)
+        read = [[float(x) for x in lazy] for lazy in (losses, norms, scales)]
+        return Outcome(read[0], read[1], read[2], state, self.evaluations)
+
+    def _train_step(self, number: int, of_batch: Iterable[int]) -> pd2.Loss:
+        batch = self.batches[number]
+        weight = sum(weight_of(self.batches[each].target) for each in of_batch)
+        return self.pipe.train_step(
+            *batch.args, target=batch.target, **self._counted(weight), **self.of.keywords()
+        )
+
+    def _counted(self, weight: int) -> dict[str, Any]:
+        return {"normalizer": weight} if self.of.normalizer == "number" else {}
+
+    def _disturb(self, how: str, number: int, k: int) -> None:
+        pipe, opt = self.pipe, self.opt
+        if how == "evaluate" and k == 0:
+            self._evaluate(number)
+        elif how == "discard" and k == 0:
+            goes_on = max(self.of.lengths) > 1 and not self.of.averages
+            with pipe.no_sync() if goes_on else contextlib.nullcontext():
+                self._train_step(number, [number])
+            assert len(pipe.discard_batch()) == 1
+        elif how == "go back" and k == 0:
+            self._go_back(number)
+        elif how == "full_state_dict":
+            pipe.full_state_dict()
+        else:
+            disturb(how, pipe, opt)
+
+    def _evaluate(self, number: int) -> None:
+        pipe, batch = self.pipe, self.batches[number]
+        pipe.eval()
+        output = pipe(*batch.args, **self.of.keywords())
+        loss = pipe.eval_step(
+            *batch.args,
+            target=batch.target,
+            **self._counted(weight_of(batch.target)),
+            **self.of.keywords(),
+        )
+        pipe.train()
+        metric = loss.metrics["spread"] if self.of.measures else math.nan
+        self.evaluations.append(Evaluation(float(loss), float(metric), output))
+
+    def _go_back(self, number: int) -> None:
+        """Trains a batch more, and goes back to what was saved before it."""
+        of, pipe, opt = self.of, self.pipe, self.opt
+        with shared_folder() as folder:
+            saving = pd2.save(folder, pipe, opt, extra={"number": number})
+            saving.wait()
+            for _ in range(of.num_accumulated):
+                self._train_step(number, [number])
+            opt.step()
+            assert pd2.load(folder, pipe, opt) == {"number": number}
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """A new folder, the same on all ranks."""
+    in_ranks = dist.is_initialized()
+    first = not in_ranks or dist.get_rank() == 0
+    names = [tempfile.mkdtemp() if first else ""]
+    if in_ranks:
+        dist.broadcast_object_list(names)
+    yield names[0]
+    if in_ranks:
+        dist.barrier()
+    if first:
+        shutil.rmtree(names[0])
 
 
 def disturb(how: str, pipe: pd2.PipelineModule, opt: pd2.PipelineOptimizer) -> None:
@@ -655,12 +1016,13 @@ def disturb(how: str, pipe: pd2.PipelineModule, opt: pd2.PipelineOptimizer) -> N
 
 
 def assert_alike(of: Combination, got: Outcome, want: Outcome) -> None:
-    """To the bit but for AdamW's step; ``got`` may have a part of the state."""
+    """To the bit but for steps of Adam; ``got`` may have a part of the state."""
     assert got.scales == want.scales
-    exact = of.optimizer != "adamw"
+    exact = of.is_exact
     if exact:
-        assert str(got.losses) == str(want.losses)
-        assert str(got.norms).replace("inf", "nan") == str(want.norms)
+        assert str(got.losses) == str(want.losses), f"losses: {got.losses}, {want.losses}"
+        norms = str(got.norms).replace("inf", "nan")
+        assert norms == str(want.norms), f"norms: {norms}, {want.norms}"
     tolerance = 1e-5 if of.low is None and not of.autocast else 1e-3
     for ours, theirs in ((got.losses, want.losses), (got.norms, want.norms)):
         assert list(map(math.isfinite, ours)) == list(map(math.isfinite, theirs))
@@ -671,6 +1033,26 @@ def assert_alike(of: Combination, got: Outcome, want: Outcome) -> None:
         reference = want.state[name]
         assert tensor.dtype == reference.dtype, name
         if exact:
-            assert torch.equal(tensor, reference), name
+            distance = (tensor.float() - reference.float()).norm()
+            assert torch.equal(tensor, reference), f"{name} differs by {distance}"
         elif reference.is_floating_point():
             assert (tensor - reference).norm() <= tolerance * reference.norm(), name
+    assert len(got.evaluations) == len(want.evaluations)
+    for mine_, theirs_ in zip(got.evaluations, want.evaluations, strict=True):
+        _assert_evaluated(of, mine_, theirs_, tolerance)
+
+
+def _assert_evaluated(of: Combination, got: Evaluation, want: Evaluation, tolerance: float) -> None:
+    numbers = [(got.loss, want.loss, 0.0 if of.is_exact else tolerance)]
+    numbers += [(got.metric, want.metric, max(tolerance, 1e-5))] * of.measures
+    for ours, theirs, within in numbers:
+        both = f"evaluated: {ours}, {theirs}"
+        assert math.isfinite(ours) == math.isfinite(theirs), both
+        assert not math.isfinite(theirs) or abs(ours - theirs) <= within * abs(theirs), both
+    if got.output is not None:
+        assert want.output is not None
+        assert got.output.dtype == want.output.dtype
+        within = 0.0 if of.is_exact else tolerance
+        torch.testing.assert_close(
+            got.output, want.output, rtol=within, atol=within, equal_nan=True
+        )

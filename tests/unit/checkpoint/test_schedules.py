@@ -10,7 +10,7 @@ import torch
 
 import pipedream2bw as pd2
 from tests.samples.schedule_sizes import TWO_PIPELINES
-from tests.unit.checkpoint.trained_run import BATCHES, Trained
+from tests.unit.checkpoint.trained_run import BATCHES, Trained, make_model
 
 MICROBATCHES = 4
 
@@ -78,3 +78,22 @@ def test_one_run_goes_on_with_another_number_of_pipelines(
     for name, value in goes_on.pipe.state_dict().items():
         if name in trained:
             torch.testing.assert_close(value, stays.pipe.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batches", [0, 1, 2, 3])
+def test_a_stage_that_trains_nothing_loads_no_versions_before_the_first(
+    batches: int, start_trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    model = make_model()
+    for number in (3, 4):  # the second stage
+        model.get_submodule(str(number)).requires_grad_(False)
+    run = start_trained(
+        model=model, num_stages=4, num_microbatches=1, schedule="pipedream", split=["3", "6", "9"]
+    )
+    run.train(0, batches)
+    pd2.save(tmp_path, run.pipe, run.opt).wait()
+    run.train(batches, batches + 1)
+    want = float(run.losses[-1])
+    pd2.load(tmp_path, run.pipe, run.opt)
+    run.train(batches, batches + 1)
+    assert float(run.losses[-1]) == want

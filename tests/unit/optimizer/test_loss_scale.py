@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 from torch.optim import Adam
 
 import pipedream2bw as pd2
@@ -258,3 +260,28 @@ def test_bad_scales_are_named() -> None:
         pytest.raises(ValueError, match=r"loss_scale: .*, schedule: 'pipedream'.*\[2, 1, 0\]"),
     ):
         pd2.PipelineOptimizer(sgd(pipe.parameters()), loss_scale=SCALE)
+
+
+def test_a_learning_rate_that_was_set_for_a_skipped_update_is_saved(tmp_path: Path) -> None:
+    """An optimizer's own step takes it over with the next update, which the loaded run makes."""
+    x = torch.linspace(-1, 1, 16).reshape(4, 4)
+    overflowing = x.clone()
+    overflowing[0, 0] = torch.inf
+    states = []
+    for is_saved in (False, True):
+        torch.manual_seed(1)
+        model = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        with pd2.PipelineModule(model, mse_loss, num_microbatches=2, example_args=(x,)) as pipe:
+            adamax = torch.optim.Adamax(pipe.parameters(), lr=0.1)
+            opt = pd2.PipelineOptimizer(adamax, loss_scale=pd2.LossScale(256.0))
+            for given in (x, overflowing, x, x):
+                pipe.train_step(given, target=x)
+                if given is overflowing:
+                    opt.param_groups[0]["lr"] = 0.01
+                opt.step()
+                if given is overflowing and is_saved:
+                    pd2.save(tmp_path, pipe, opt).wait()
+                    pd2.load(tmp_path, pipe, opt)
+            assert opt.param_groups[0]["lr"] == 0.01
+            states.append({name: value.clone() for name, value in pipe.state_dict().items()})
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

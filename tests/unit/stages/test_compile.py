@@ -61,6 +61,16 @@ def test_compiled_stages_train_as_the_definition(name: str, num_stages: int, sch
     assert counters["stats"]["unique_graphs"] == num_stages
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_compiled_stages_update_statistics(schedule: str) -> None:
+    """Their code writes to running means, which is no change by the script."""
+    task = TASKS["batch norm"]
+    batches = task.batches([8] * 4)
+    want = by_oracle(task, batches, 2, schedule=schedule)
+    got = by_pipeline(task, batches, 2, 2, schedule=schedule, compile={"backend": "aot_eager"})
+    assert_near(got, want)
+
+
 def test_a_compiled_module_adds_its_loss() -> None:
     batches = raising().batches([6, 7, 6])
     want = by_oracle(adding(), batches, 3)
