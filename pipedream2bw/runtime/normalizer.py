@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import _C
@@ -67,7 +67,12 @@ class Normalizer:
         Raises:
             ValueError: on every rank: what they counted does not go together.
         """
-        total = sum(self._of_replica(replica, announced) for replica in range(self._grid.width))
+        grid = self._grid
+        # Of two pipelines the first one evaluates.
+        last_stages = range(
+            grid.depth - 1, grid.depth if part is None else grid.num_stages, grid.depth
+        )
+        total = sum(self._of_replica(r, announced, last_stages) for r in range(grid.width))
         if part is not None and part.begins:
             self._of_batch = total
         if total < 0:
@@ -81,11 +86,13 @@ class Normalizer:
             return _C.LossWeights(factors=[0.0] * num_microbatches)
         return _C.LossWeights(divisor=total)
 
-    def _of_replica(self, replica: int, announced: Sequence[Announcement]) -> int:
+    def _of_replica(
+        self, replica: int, announced: Sequence[Announcement], last_stages: Iterable[int]
+    ) -> int:
         grid = self._grid
         first, *others = (
             grid.process_of(stage, replica, shard)
-            for stage in range(grid.depth - 1, grid.num_stages, grid.depth)
+            for stage in last_stages
             for shard in range(grid.num_shards)
         )
         number = announced[first].normalizer

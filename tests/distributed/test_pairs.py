@@ -36,3 +36,31 @@ def test_a_process_that_trains_nothing_goes_on_with_an_optimizer_that_keeps_coun
 ) -> None:
     results = run_ranks(go_on_where_nothing_is_trained, 2, args=(str(tmp_path),), timeout=60)
     assert results[1].value == 2
+
+
+def evaluate_one_of_two_pipelines(rank: int, world: int) -> float:
+    x = torch.linspace(-1, 1, 16).reshape(4, 4)
+    torch.manual_seed(0)
+    model = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with pd2.PipelineModule(
+        model,
+        nn.MSELoss(reduction="sum"),
+        num_microbatches=2,
+        example_args=(x,),
+        schedule="chimera",
+        loss_reduction="sum",
+        normalizer=True,
+    ) as pipe:
+        pipe.eval()
+        evaluated = pipe.eval_step(x, target=x, normalizer=8)
+        pipe.train()
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        loss = pipe.train_step(x, target=x, normalizer=8)
+        opt.step()
+        assert abs(float(loss) - float(evaluated)) < 1e-6
+        return float(evaluated)
+
+
+def test_one_of_two_pipelines_evaluates_with_a_normalizer() -> None:
+    first, second = run_ranks(evaluate_one_of_two_pipelines, 2, timeout=60)
+    assert first.value == second.value
