@@ -31,7 +31,7 @@ _SAVE = re.compile(r"step-(\d{8,})(-\w+)?")
 _RUN_LENGTH = 8
 
 _MOST_BYTES = 2**28
-"""Of a manifest, and of other documents: those of some million tensors."""
+"""The size that no manifest or other document has: those of some million tensors are smaller."""
 
 _MOST_HOLES = 2**36
 """Bytes of a file that need not be on the disk; they are read in a minute."""

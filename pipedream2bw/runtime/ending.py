@@ -105,23 +105,19 @@ class Ending:
     @contextlib.contextmanager
     def failing_closes(self) -> Iterator[None]:
         """Closes the pipeline on a failure; a mistake that all ranks found leaves it open."""
-        with self.one_at_a_time(), self._failing_closes():
-            yield
-
-    @contextlib.contextmanager
-    def _failing_closes(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if self._control.fault.raised:
-                self._fail()
-            is_open = isinstance(error, StageError) and error.discarded is not None
-            # In one process the main thread alone was interrupted, while it waited.
-            in_processes = self._stages.grid.in_processes
-            is_open = is_open or (isinstance(error, KeyboardInterrupt) and not in_processes)
-            if not isinstance(error, (ValueError, TypeError)) and not is_open:
-                self.abort(f"{type(error).__name__} {error}".strip(), error=error)
-            raise
+        with self.one_at_a_time():
+            try:
+                yield
+            except BaseException as error:
+                if self._control.fault.raised:
+                    self._fail()
+                is_open = isinstance(error, StageError) and error.discarded is not None
+                # In one process the main thread alone was interrupted, while it waited.
+                in_processes = self._stages.grid.in_processes
+                is_open = is_open or (isinstance(error, KeyboardInterrupt) and not in_processes)
+                if not isinstance(error, (ValueError, TypeError)) and not is_open:
+                    self.abort(f"{type(error).__name__} {error}".strip(), error=error)
+                raise
 
     @contextlib.contextmanager
     def lost_ranks_close(self) -> Iterator[None]:

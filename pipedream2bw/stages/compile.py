@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._functorch import config
 
 from .codegen import StageFunction
 
@@ -43,6 +42,7 @@ def compiled(
     made: StageFunction = torch.compile(function, **options)
     if not splits_backward:
         return made
+    from torch._functorch import config  # which import torch leaves out
 
     def without_donated_buffers(*args: Any) -> Any:
         config.donated_buffer = False  # each thread's own; the process's in older releases

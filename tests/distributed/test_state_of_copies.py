@@ -9,32 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from tests.runs.launch import run_ranks
 from tests.samples.odd_optimizers import CountsBeside
+from tests.samples.tied_chain import TiedChain, loss
 
 WIDTH = 16
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.between = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
-        )
-        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.between(self.first(x)))
-        return result
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return mse_loss(output.float(), target)
+def tied() -> TiedChain:
+    return TiedChain(WIDTH, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
 
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -65,7 +50,7 @@ def trained(make: Make, shard_state: bool, options: dict[str, Any], **of: Any) -
     )
     batches = [torch.randn(8, WIDTH, generator=generator) for _ in range(6)]
     with pd2.PipelineModule(
-        Tied(), loss, num_microbatches=4, example_args=(batches[0],), timeout=30.0, **options
+        tied(), loss, num_microbatches=4, example_args=(batches[0],), timeout=30.0, **options
     ) as pipe:
         opt = pd2.PipelineOptimizer(make(pipe.parameters()), shard_state=shard_state)
         if "load" in of:

@@ -9,32 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_model
 from torch import nn
-from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from tests.samples.tied_chain import TiedChain, loss
 
 X = torch.arange(64.0).reshape(8, 8).sin()
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8, bias=False)
-        self.between = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-        self.last = nn.Linear(8, 8, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.between(self.first(x)))
-        return result
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return mse_loss(output.float(), target)
+def tied() -> TiedChain:
+    return TiedChain(8, lambda: nn.Linear(8, 8))
 
 
 def trained(**options: Any) -> tuple[pd2.PipelineModule, pd2.PipelineOptimizer]:
-    pipe = pd2.PipelineModule(Tied(), loss, num_microbatches=2, example_args=(X,), **options)
+    pipe = pd2.PipelineModule(tied(), loss, num_microbatches=2, example_args=(X,), **options)
     opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
     step(pipe, opt)
     return pipe, opt
@@ -82,7 +69,7 @@ def test_what_is_not_given_of_tied_names_is_told_as_torch_tells_it() -> None:
         state = {n: t.clone() for n, t in pipe.state_dict().items() if n != "last.weight"}
         assert pipe.load_state_dict(state).missing_keys == []
         told = pipe.load_state_dict(state, strict=False)
-        assert told == Tied().load_state_dict(state, strict=False)
+        assert told == tied().load_state_dict(state, strict=False)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
