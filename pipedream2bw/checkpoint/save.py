@@ -218,7 +218,7 @@ class Saver:
             session,
             optimizer,
             memory,
-            saving.done,
+            saving,
             all_versions=all_versions,
             in_model=self._persistent if session.grid.replica == 0 else (),
         )

@@ -66,6 +66,8 @@ class Saving:
         self._thread, self._train_steps = threading.get_ident(), session.num_train_steps
         self.snapshot: Future[None] = _Awaited(self)
         self.done: Future[None] = _Awaited(self)
+        self.copied: Future[None] = Future()
+        """Done in the batch or the drain that copies the state; ``snapshot`` soon after it."""
         self.seconds: dict[str, float] = {}
         """How long each part took: ``snapshot``, ``write``, ``commit``."""
         self._session = weakref.ref(session)
@@ -106,7 +108,7 @@ class Saving:
             RuntimeError: with several processes, as all of them have to drain.
         """
         session = self._session()
-        if self.snapshot.done() or session is None or not session.ending.is_open:
+        if self.copied.done() or session is None or not session.ending.is_open:
             return
         # Buffers are copied as the next batch begins, weights when their update has been made.
         needed = max(1, session.schedule.most_batches_behind)

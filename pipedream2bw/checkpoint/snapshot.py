@@ -28,6 +28,7 @@ from ..runtime.local_model import LocalModel
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from .encoding import encode
+from .saving import Saving
 from .tensor_file import check_saveable
 
 _Name = TypeVar("_Name", bound=Hashable)
@@ -133,6 +134,7 @@ class Snapshot(Extension):
     Attributes:
         batch: the number of the batch that follows.
         written: when all is. Frozen weights are read where they are, and must not change before.
+        copied: when all stages have been.
         reads_frozen: whether there are any.
         tensors: by kind of file and name.
         numbers: what optimizers keep of a parameter beside tensors, by its name.
@@ -140,12 +142,12 @@ class Snapshot(Extension):
         refused: why a module's cannot be saved.
         beside: what optimizers keep beside their parameters' states, by stage.
         shared: what the optimizers share, when all stages have been copied.
-        copied: when all stages have been.
         under_way: events after which devices have made their copies.
     """
 
     batch: int
     written: Future[None]
+    copied: Future[None]
     reads_frozen: bool
     tensors: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -153,7 +155,6 @@ class Snapshot(Extension):
     refused: Exception | None = None
     beside: dict[int, dict[int, BesideByPart]] = dataclasses.field(default_factory=dict)
     shared: SharedState | None = None
-    copied: Future[None] = dataclasses.field(default_factory=Future)
     under_way: list[torch.Event] = dataclasses.field(default_factory=list)
 
     def add(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -184,7 +185,7 @@ def begin_snapshot(
     session: Session,
     optimizer: OptimizerSnapshot | None,
     memory: HostMemory,
-    written: Future[None],
+    saving: Saving,
     *,
     all_versions: bool,
     in_model: Collection[str],
@@ -193,7 +194,7 @@ def begin_snapshot(
 
     Args:
         memory: for the copies.
-        written: when the save is done.
+        saving: the save whose part it is.
         all_versions: whether versions older than the newest are copied too.
         in_model: names of the buffers that are saved with the weights, too, as a ``state_dict`` is:
             the first replica's.
@@ -201,7 +202,8 @@ def begin_snapshot(
     stages, grid = list(session.stages), session.grid
     snapshot = Snapshot(
         batch=session.accumulation.num_updates,
-        written=written,
+        written=saving.done,
+        copied=saving.copied,
         reads_frozen=any(stage.weights.frozen for stage in stages),
     )
     copiers = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint import writing
 from tests.runs.launch import run_ranks
 from tests.runs.sites import Setting, join_site, pipe_of, sync_of
 
@@ -34,6 +37,11 @@ def end(rank: int, world: int, folder: str) -> None:
             saving.done.result()
         saving.wait()
         saving.done.result()
+        # A flush brings the copies, too, though the thread that writes may see them later.
+        with patch.object(writing, "wait_for", lambda events: time.sleep(0.5)):
+            saving = pd2.save(folder, pipe, opt)
+            pipe.flush()
+            saving.done.result()
         want = {name: value.clone() for name, value in pipe.state_dict().items()}
     assert all(torch.equal(value, want[name]) for name, value in pipe.state_dict().items())
     opt.state_dict()
