@@ -337,8 +337,8 @@ matrix:
 study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)
 	$(BIN)/python $(STUDY)/precision.py --json $(STUDY)/precision.json --pictures $(STUDY)
-	$(BIN)/python $(STUDY)/which_optimizer.py --jobs 2 --json $(STUDY)/which_optimizer.json \
-	    --pictures $(STUDY)
+	for study in short long; do $(BIN)/python $(STUDY)/which_optimizer.py $$study --jobs 2 \
+	    --json $(STUDY)/which_optimizer_$$study.json --pictures $(STUDY) || exit 1; done
 	@echo "results and pictures: $(STUDY)/*.json, $(STUDY)/*.png"
 
 clean:
