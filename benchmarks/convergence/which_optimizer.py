@@ -22,6 +22,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -217,6 +218,8 @@ class Result:
     """At the end, at the weights of which error feedback makes plain steps."""
     seconds: float
     """Of the processor."""
+    weights: str = ""
+    """A digest of their bits at the end."""
 
     @property
     def final_loss(self) -> float:
@@ -239,8 +242,9 @@ def train(wanted: Wanted) -> Result:
     task = task_of(wanted.sizes)
     model, batches = task.build(), task.batches(wanted.seed)
     looks = {round((i + 1) * wanted.num_batches / NUM_LOOKS) for i in range(NUM_LOOKS)}
-    losses, uncorrected = [], None
-    with trainer(wanted, task, model) as (step, opts, held_out_loss):
+    losses: list[list[float]] = []
+    way = by_pipeline if wanted.way == "pipeline" else by_emulation
+    with way(wanted, task, model) as (step, opts, trained):
         schedulers = [
             torch.optim.lr_scheduler.LambdaLR(opt, lambda t: shape(t / wanted.num_batches))
             for opt in opts
@@ -250,81 +254,64 @@ def train(wanted: Wanted) -> Result:
             for scheduler in schedulers:
                 scheduler.step()
             if batch in looks:
-                loss, uncorrected = held_out_loss()
-                losses.append(round(loss, 6))
+                models = trained()
+                losses.append([held_out_loss(task, each) for each in models])
     return Result(
         wanted.optimizer,
         wanted.method.name,
         wanted.learning_rate,
         wanted.seed,
-        losses,
-        uncorrected,
+        [at_look[0] for at_look in losses],
+        losses[-1][1] if len(models) > 1 else None,
         round(time.process_time() - began, 1),
+        digest(models[0]),
     )
+
+
+@torch.no_grad()
+def held_out_loss(task: Task, model: nn.Module) -> float:
+    return round(float(task.loss_fn(model(task.held_out[0]), task.held_out[1])), 6)
+
+
+def digest(model: nn.Module) -> str:
+    """Of the weights' bits."""
+    found = hashlib.sha256()
+    for value in model.state_dict().values():
+        found.update(value.numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 Step = Callable[[torch.Tensor, torch.Tensor], object]
-HeldOutLoss = Callable[[], tuple[float, float | None]]
-"""At the newest weights, and at those without the correction."""
+Trained = Callable[[], list[nn.Module]]
+"""The model at the newest weights, and at those without the correction if there is one."""
+Training = Iterator[tuple[Step, Sequence[torch.optim.Optimizer], Trained]]
 
 
 @contextlib.contextmanager
-def trainer(
-    wanted: Wanted, task: Task, model: nn.Module
-) -> Iterator[tuple[Step, Sequence[torch.optim.Optimizer], HeldOutLoss]]:
-    way = by_pipeline if wanted.way == "pipeline" else by_emulation
-    with way(wanted, task, model, OPTIMIZERS[wanted.optimizer]) as made:
-        yield made
-
-
-def example_of(wanted: Wanted, task: Task) -> torch.Tensor:
-    """A batch, of whose size the split is made."""
-    return task.held_out[0][: wanted.sizes.rows]
-
-
-@contextlib.contextmanager
-def by_emulation(
-    wanted: Wanted, task: Task, model: nn.Module, make: Make
-) -> Iterator[tuple[Step, Sequence[torch.optim.Optimizer], HeldOutLoss]]:
+def by_emulation(wanted: Wanted, task: Task, model: nn.Module) -> Training:
     method = wanted.method
-    late = late_forwards(
-        copy.deepcopy(model),
-        task.loss_fn,
-        example_of(wanted, task),
-        method.schedule,
-        method.num_stages,
-        method.num_microbatches,
-    )
+    sizes = method.num_stages, method.num_microbatches
+    spare, example = copy.deepcopy(model), example_of(wanted, task)
     emulated = Emulated(
         model,
         task.loss_fn,
-        late,
+        late_forwards(spare, task.loss_fn, example, method.schedule, *sizes),
         method.num_microbatches,
         feedback=method.feedback,
         merged=wanted.way == "emulated",
     )
+    make = OPTIMIZERS[wanted.optimizer]
     opts = make(task, list(model.named_parameters()), wanted.learning_rate)
 
     def step(tokens: torch.Tensor, target: torch.Tensor) -> None:
         emulated.train_step(tokens, target)
         emulated.step(opts)
 
-    @torch.no_grad()
-    def held_out_loss() -> tuple[float, float | None]:
-        tokens, target = task.held_out
-        losses = [
-            float(task.loss_fn(each(tokens), target))
-            for each in (model, *([emulated.uncorrected()] if method.feedback else []))
-        ]
-        return losses[0], round(losses[1], 6) if method.feedback else None
-
-    yield step, opts, held_out_loss
+    yield step, opts, lambda: [model, *([emulated.uncorrected()] if method.feedback else [])]
 
 
 @contextlib.contextmanager
-def by_pipeline(
-    wanted: Wanted, task: Task, model: nn.Module, make: Make
-) -> Iterator[tuple[Step, Sequence[torch.optim.Optimizer], HeldOutLoss]]:
+def by_pipeline(wanted: Wanted, task: Task, model: nn.Module) -> Training:
     warnings.filterwarnings("ignore", message=".*its gradients are late")
     method = wanted.method
     with pd2.PipelineModule(
@@ -335,6 +322,7 @@ def by_pipeline(
         schedule=method.schedule,
         example_args=(example_of(wanted, task),),
     ) as pipe:
+        make = OPTIMIZERS[wanted.optimizer]
         wrapped = make(task, list(pipe.named_parameters()), wanted.learning_rate)
         staleness = pd2.ErrorFeedback() if method.feedback else ()
         opt = pd2.PipelineOptimizer(*wrapped, staleness=staleness)
@@ -343,13 +331,17 @@ def by_pipeline(
             pipe.train_step(tokens, target=target)
             opt.step()
 
-        def held_out_loss() -> tuple[float, None]:
+        def trained() -> list[nn.Module]:
             whole = task.build()
             whole.load_state_dict(pipe.state_dict())
-            with torch.no_grad():
-                return float(task.loss_fn(whole(task.held_out[0]), task.held_out[1])), None
+            return [whole]
 
-        yield step, [opt], held_out_loss
+        yield step, [opt], trained
+
+
+def example_of(wanted: Wanted, task: Task) -> torch.Tensor:
+    """A batch, of whose size the split is made."""
+    return task.held_out[0][: wanted.sizes.rows]
 
 
 class Workers:
@@ -540,19 +532,19 @@ def reached(losses: Sequence[float], loss: float) -> float:
 
 
 def run_sample(sizes: Sizes, num_batches: int, only: Sequence[str], workers: Workers) -> str:
-    """How far apart the losses of the ways to train are."""
+    """The losses of the ways to train, and whether the weights' bits are the pipeline's."""
     lines = [f"| optimizer | method | {' | '.join(WAYS)} |", "|---|---|" + "---:|" * len(WAYS)]
     for name, method in SAMPLE:
         if name not in only:
             continue
         wanted = Wanted(name, method, 0.002, 0, num_batches, sizes)
         results = workers.run_all([dataclasses.replace(wanted, way=way) for way in WAYS])
-        cells = []
-        for result in results:
-            pairs = zip(result.losses, results[0].losses, strict=True)
-            apart = max(abs(a - b) for a, b in pairs)
-            cells.append(f"{result.final_loss:.5f} (at most {apart:.5f} apart)")
-        lines.append(f"| {name} | {method.name} | {' | '.join(cells)} |")
+        cells = [
+            f"{result.final_loss:.6f}, "
+            + ("the" if result.weights == results[0].weights else "other")
+            for result in results
+        ]
+        lines.append(f"| {name} | {method.name} | {' bits | '.join(cells)} bits |")
     return "\n".join(lines)
 
 
