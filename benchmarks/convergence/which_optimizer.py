@@ -167,7 +167,11 @@ SAMPLE = [
     for optimizer in DECISIVE
     for feedback in (False, True)
 ]
-WAYS = ("pipeline", "emulated, microbatch by microbatch", "emulated")
+PIPELINE, EMULATED = "pipeline", "emulated"
+ONE_BY_ONE = "emulated, microbatch by microbatch"
+ROWS_REVERSED = "emulated, rows reversed"
+"""The same training but for rounding: how far apart two runs are that nothing tells apart."""
+WAYS = (PIPELINE, ONE_BY_ONE, EMULATED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +201,7 @@ class Wanted:
     seed: int
     num_batches: int
     sizes: Sizes = Sizes()
-    way: str = "emulated"
+    way: str = EMULATED
 
     @property
     def key(self) -> str:
@@ -243,14 +247,17 @@ def train(wanted: Wanted) -> Result:
     model, batches = task.build(), task.batches(wanted.seed)
     looks = {round((i + 1) * wanted.num_batches / NUM_LOOKS) for i in range(NUM_LOOKS)}
     losses: list[list[float]] = []
-    way = by_pipeline if wanted.way == "pipeline" else by_emulation
+    way = by_pipeline if wanted.way == PIPELINE else by_emulation
     with way(wanted, task, model) as (step, opts, trained):
         schedulers = [
             torch.optim.lr_scheduler.LambdaLR(opt, lambda t: shape(t / wanted.num_batches))
             for opt in opts
         ]
         for batch in range(1, wanted.num_batches + 1):
-            step(*next(batches))
+            tokens, target = next(batches)
+            if wanted.way == ROWS_REVERSED:
+                tokens, target = tokens.flip(0), target.flip(0)
+            step(tokens, target)
             for scheduler in schedulers:
                 scheduler.step()
             if batch in looks:
@@ -258,7 +265,7 @@ def train(wanted: Wanted) -> Result:
                 losses.append([held_out_loss(task, each) for each in models])
     return Result(
         wanted.optimizer,
-        wanted.method.name,
+        wanted.method.name + ", rows reversed" * (wanted.way == ROWS_REVERSED),
         wanted.learning_rate,
         wanted.seed,
         [at_look[0] for at_look in losses],
@@ -298,7 +305,7 @@ def by_emulation(wanted: Wanted, task: Task, model: nn.Module) -> Training:
         late_forwards(spare, task.loss_fn, example, method.schedule, *sizes),
         method.num_microbatches,
         feedback=method.feedback,
-        merged=wanted.way == "emulated",
+        merged=wanted.way != ONE_BY_ONE,
     )
     make = OPTIMIZERS[wanted.optimizer]
     opts = make(task, list(model.named_parameters()), wanted.learning_rate)
@@ -400,11 +407,14 @@ def run_study(
             if len(grid) == len(tried):
                 rates[name] = best_rate(grid)
         wanted = [
-            Wanted(name, method, rates[name] * factor, seed, study.num_batches, sizes)
+            Wanted(name, method, rates[name] * factor, seed, study.num_batches, sizes, way)
             for factor, seed in itertools.product(each.factors, range(each.num_seeds))
             for name in names
             if name in rates
-            for method in each.methods
+            for method, way in [
+                *((m, EMULATED) for m in each.methods),
+                (SYNCHRONOUS, ROWS_REVERSED),
+            ]
         ]
         make(wanted)
         everything.update(dict.fromkeys(wanted))
