@@ -37,14 +37,15 @@ from typing import Any
 
 import torch
 from emulated import Emulated, late_forwards
-from study import SEED_OF_GRID
 from tasks import Task, byte_gpt
 from torch import nn
 
 import pipedream2bw as pd2
 
-from measuring.kept import Kept  # isort: skip  # study.py says where
-from measuring.report import compact, describe, machine  # isort: skip
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from measuring.kept import Kept
+from measuring.report import compact, describe, machine
 
 NUM_LOOKS = 20  # at the held-out loss, in a run
 BETA2, WEIGHT_DECAY = 0.99, 0.01
@@ -131,10 +132,16 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is trained; ``rates`` are those of which the best one is chosen without a delay."""
+    """What is trained.
+
+    Attributes:
+        rates: of which the best one is chosen without a delay.
+        seeds_of_grid: for choosing it; none of the study's.
+    """
 
     num_batches: int
     rates: Sequence[float]
+    seeds_of_grid: Sequence[int]
     passes: Sequence[Pass]
 
 
@@ -144,6 +151,7 @@ STUDIES = {
     "short": Study(
         400,
         LADDER[1:],
+        (100, 101, 102),
         [
             Pass(DECISIVE, methods((4, 2))),
             Pass(REST, methods((4, 2))),
@@ -155,6 +163,7 @@ STUDIES = {
     "long": Study(
         7500,
         LADDER[1:5],
+        (100,),
         [
             *(Pass([name], methods((4,)), num_seeds=1) for name in DECISIVE),
             Pass(DECISIVE, methods((4,))),
@@ -386,7 +395,11 @@ class Workers:
 
 
 def best_rate(grid: Sequence[Result]) -> float:
-    return min(grid, key=lambda result: result.final_loss).learning_rate
+    """Of which the mean of the seeds' losses is the lowest."""
+    losses: dict[float, list[float]] = collections.defaultdict(list)
+    for result in grid:
+        losses[result.learning_rate].append(result.final_loss)
+    return min(losses, key=lambda rate: statistics.fmean(losses[rate]))
 
 
 def run_study(
@@ -400,7 +413,8 @@ def run_study(
         make = workers.run_all if number < passes else workers.kept
         for name in (name for name in names if name not in rates):
             tried = [
-                Wanted(name, SYNCHRONOUS, rate, SEED_OF_GRID, study.num_batches, sizes)
+                Wanted(name, SYNCHRONOUS, rate, seed, study.num_batches, sizes)
+                for seed in study.seeds_of_grid
                 for rate in study.rates
             ]
             grid = make(tried)
