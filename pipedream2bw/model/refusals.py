@@ -146,7 +146,8 @@ def _refuse_lazy(kind: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def _refuse_wrapper(kind: str, name: str, tensor: torch.Tensor) -> None:
-    if is_traceable_wrapper_subclass(tensor):
+    is_wrapper = is_traceable_wrapper_subclass(tensor)
+    if is_wrapper:
         raise ValueError(
             f"{kind} {name}: a {type(tensor).__name__}, which has no memory of its own, it must be "
             "a plain tensor: keep what the class wraps as parameters or buffers, and make the "
