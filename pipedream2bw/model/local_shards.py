@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import sys
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from ..ranks.mesh import SHARDS
 
@@ -18,6 +18,27 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 _DIMENSIONS = "_pipedream2bw_shard_dimensions"
 """Where a module has the dimensions in which its own parameters are cut, by their names there."""
+
+_DTENSORS = "_pipedream2bw_dtensors"
+"""Where a module has what makes DTensors of its own parameters, by their names there."""
+
+
+class Part(NamedTuple):
+    """Of a tensor that is cut into equal parts: the dimension, how many parts, and which one."""
+
+    dimension: int
+    num_parts: int
+    number: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of the whole tensor, which must be divisible."""
+        size = whole.shape[self.dimension] // self.num_parts
+        return whole.narrow(self.dimension, self.number * size, size).contiguous()
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The whole tensor's shape, from a part's."""
+        at = self.dimension
+        return (*shape[:at], shape[at] * self.num_parts, *shape[at + 1 :])
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -36,8 +57,8 @@ def refuse_distributed_checkpoint(num_shards: int) -> None:
         if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint"):
             raise ValueError(
                 f"torch.distributed.checkpoint: 'tp' of the mesh: {num_shards}, it must be 1: of "
-                "each name it would keep one process's shard. Save the state_dict() of every "
-                "process with torch.save"
+                "each name it would keep one process's shard. Use pipedream2bw.save(), and export "
+                "its checkpoint"
             )
         frame = frame.f_back
 
@@ -47,10 +68,11 @@ def use_local_shards(
 ) -> _Module:
     """Notes which parameters are shards, replaces DTensors by this process's, returns the model.
 
-    A pipeline's buffers hold plain tensors. A module with DTensors makes each again in its forward,
-    by a parametrization (``torch.nn.utils.parametrize``), so that modules work as
-    ``torch.distributed.tensor.parallel.parallelize_module`` has made them. All other parameters are
-    taken to be equal on the processes of a stage.
+    A pipeline's buffers hold plain tensors. A module whose parameter was a DTensor makes it again
+    when its forward reads the attribute, so that modules work as
+    ``torch.distributed.tensor.parallel.parallelize_module`` has made them. Optimizers and
+    ``state_dict`` see the shards, under the same names. All other parameters are taken to be equal
+    on the processes of a stage.
 
     >>> plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     >>> block = parallelize_module(model[0], mesh["tp"], plan)
@@ -58,8 +80,6 @@ def use_local_shards(
     >>> pipe = pd2.PipelineModule(
     ...     model, loss_fn, mesh=mesh, num_stages=1, num_microbatches=4, example_args=(x,)
     ... )
-
-    Optimizers and ``state_dict`` see ``weight``'s shard as ``parametrizations.weight.original``.
 
     Args:
         shards: of parameters that the model's own code has cut: a pattern of names, as of
@@ -70,19 +90,21 @@ def use_local_shards(
         ValueError: a pattern fits no parameter, a parameter has no such dimension, or a DTensor is
             cut in another way than into equal parts over "tp".
     """
-    found: dict[str, int] = {}
-    for prefix, module in list(model.named_modules()):
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if is_dtensor(parameter):
-                full = f"{prefix}.{name}" if prefix else name
+    for module in model.modules():
+        module.__dict__.setdefault(_DIMENSIONS, {})
+    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and is_dtensor(parameter):
                 dtensor: Any = parameter
-                shard = dtensor.to_local().detach()
-                dimension = _dimension_of(full, dtensor)
-                module._parameters[name] = nn.Parameter(shard, dtensor.requires_grad)
-                # unsafe: no check whether the DTensor may take the shard's place.
-                parametrize.register_parametrization(module, name, _AsDTensor(dtensor), unsafe=True)
+                dimension = _dimension_of(f"{prefix}.{name}" if prefix else name, dtensor)
                 if dimension is not None:
-                    found[f"{full.removesuffix(name)}parametrizations.{name}.original"] = dimension
+                    module.__dict__[_DIMENSIONS][name] = dimension
+                if id(dtensor) not in made:
+                    shard = dtensor.to_local().detach()
+                    made[id(dtensor)] = nn.Parameter(shard, dtensor.requires_grad)
+                module._parameters[name] = made[id(dtensor)]
+                _show_as_dtensor(module, name, dtensor)
     names = dict(model.named_parameters())
     for pattern, (where, dimension) in (shards or {}).items():
         fitting = fnmatch.filter(names, pattern)
@@ -98,13 +120,8 @@ def use_local_shards(
                     f"shards: {pattern!r}: dimension {dimension} given, parameter {name} has "
                     f"{names[name].dim()} dimensions"
                 )
-            found[name] = dimension
-    for module in model.modules():
-        module.__dict__.pop(_DIMENSIONS, None)
-    model.__dict__[_DIMENSIONS] = {}
-    for name, dimension in found.items():
-        holder, _, own = name.rpartition(".")
-        model.get_submodule(holder).__dict__.setdefault(_DIMENSIONS, {})[own] = dimension
+            holder, _, own = name.rpartition(".")
+            model.get_submodule(holder).__dict__[_DIMENSIONS][own] = dimension
     return model
 
 
@@ -120,6 +137,14 @@ def shard_dimensions(root: nn.Module) -> dict[str, int] | None:
             is_known = True
             found |= {f"{prefix}.{name}" if prefix else name: mine[name] for name in mine}
     return found if is_known else None
+
+
+def parameter_at(root: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of this name: a shard where the module's attribute gives a DTensor."""
+    holder, _, own = name.rpartition(".")
+    found = root.get_submodule(holder)._parameters[own]
+    assert found is not None
+    return found
 
 
 def shapes_of_shards(root: nn.Module) -> str:
@@ -146,25 +171,26 @@ def _dimension_of(name: str, dtensor: Any) -> int | None:
     return cut
 
 
-class _AsDTensor(nn.Module):
-    """Makes the DTensor of which this process has a shard; its gradient is the shard's."""
+def _show_as_dtensor(module: nn.Module, name: str, like: Any) -> None:
+    """Has an attribute give the DTensor of which the parameter is this process's part."""
+    make = functools.partial(
+        type(like).from_local,
+        device_mesh=like.device_mesh,
+        placements=like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    module.__dict__.setdefault(_DTENSORS, {})[name] = make
+    # nn.Module finds parameters where classes have no such attribute: torch.nn.utils.parametrize
+    # gives a module a class of its own, too, but other names to its parameters.
+    module.__class__ = _class_with(type(module), name)
 
-    def __init__(self, like: Any) -> None:
-        super().__init__()
-        self._from_local = type(like).from_local
-        self._mesh, self._placements = like.device_mesh, like.placements
-        self._shape, self._stride = like.shape, like.stride()
 
-    def forward(self, shard: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self._from_local(
-            shard,
-            self._mesh,
-            self._placements,
-            run_check=False,
-            shape=self._shape,
-            stride=self._stride,
-        )
-        return made
+@functools.cache
+def _class_with(kind: Any, name: str) -> Any:
+    def read(module: nn.Module) -> Any:
+        # So that what traces reads of parameters sees this one.
+        return module.__dict__[_DTENSORS][name](nn.Module.__getattr__(module, name))
 
-    def extra_repr(self) -> str:
-        return f"shape={tuple(self._shape)}, placements={self._placements}"
+    return type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})

@@ -112,9 +112,9 @@ class Parallelized(nn.Module):
 
 
 NAMES = {
-    "first.parametrizations.weight.original": "up",
-    "first.parametrizations.bias.original": "up_bias",
-    "second.parametrizations.weight.original": "down",
+    "first.weight": "up",
+    "first.bias": "up_bias",
+    "second.weight": "down",
 }
 
 
