@@ -63,6 +63,17 @@ def refuse_distributed_checkpoint(num_shards: int) -> None:
         frame = frame.f_back
 
 
+def refuse_unknown_shards(what: str, facts: Mapping[str, Any]) -> None:
+    """Raises ValueError where nothing tells which parameters are shards."""
+    num_shards = facts["'tp' of the mesh"]
+    if num_shards > 1 and facts["shards"] is None:
+        raise ValueError(
+            f"{what}, 'tp' of the mesh: {num_shards}, shards: None: nothing tells which parameters "
+            "are shards of one and which are equal on all: give the model to "
+            "use_local_shards(model, shards={...}) first"
+        )
+
+
 def use_local_shards(
     model: _Module, shards: Mapping[str, tuple[str, int]] | None = None
 ) -> _Module:
@@ -147,6 +158,22 @@ def parameter_at(root: nn.Module, name: str) -> nn.Parameter:
     return found
 
 
+def parts_here(root: nn.Module, number: int, num_parts: int) -> dict[str, Part]:
+    """Which part of each sharded parameter a process has, by all its names.
+
+    Args:
+        number: of the process among those of its stage.
+    """
+    dimensions = shard_dimensions(root) or {} if num_parts > 1 else {}
+    named = dict(root.named_parameters(remove_duplicate=False))
+    cut = {id(named[name]): dimension for name, dimension in dimensions.items()}
+    return {
+        name: Part(cut[id(parameter)], num_parts, number)
+        for name, parameter in named.items()
+        if id(parameter) in cut
+    }
+
+
 def shapes_of_shards(root: nn.Module) -> str:
     """What all processes must have alike: parts of a parameter are equal."""
     named = dict(root.named_parameters(remove_duplicate=False))
@@ -184,7 +211,8 @@ def _show_as_dtensor(module: nn.Module, name: str, like: Any) -> None:
     module.__dict__.setdefault(_DTENSORS, {})[name] = make
     # nn.Module finds parameters where classes have no such attribute: torch.nn.utils.parametrize
     # gives a module a class of its own, too, but other names to its parameters.
-    module.__class__ = _class_with(type(module), name)
+    kind: Any = type(module)
+    module.__class__ = _class_with(kind, name)
 
 
 @functools.cache
