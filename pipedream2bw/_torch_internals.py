@@ -40,7 +40,7 @@ AT_IMPORT = {
     "torch.utils._python_dispatch.TorchDispatchMode": "counts what operators do",
     "torch.utils._python_dispatch._disable_current_modes": "deferred initialisation",
     "torch.utils._python_dispatch._get_current_dispatch_mode": "contexts around a call",
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "memory of DTensors",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "tensors without memory",
     "torch.utils._pytree.GetAttrKey": "names in arguments of any structure",
     "torch.utils._pytree.TreeSpec": "arguments and outputs of any structure",
     "torch.utils._pytree.keystr": "names in arguments of any structure",

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from ..model.local_shards import parameter_at
+
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:
@@ -30,7 +32,7 @@ class Attribute:
         if self.kind == "module":
             return root.get_submodule(self.target)
         if self.kind == "parameter":
-            return root.get_parameter(self.target)
+            return parameter_at(root, self.target)
         return root.get_buffer(self.target) if self.kind == "buffer" else self.value
 
 

@@ -140,8 +140,9 @@ def explained(root: nn.Module, captured: Captured, error: Exception) -> Captured
         with sources_kept(root), torch.no_grad():
             clone(*args, **kwargs)
     except Exception as refusal:
+        reasons = "; then ".join(dict.fromkeys([reason_of(error), reason_of(refusal)]))
         raise ValueError(
-            f"the model refuses the example arguments: {reason_of(refusal)}. Give example_args and "
+            f"the model refuses the example arguments: {reasons}. Give example_args and "
             "example_kwargs of a call that the model takes, with as many rows as a microbatch"
         ) from refusal
     note = f"costs of {', '.join(captured.found.unknown)} are guessed: {reason_of(error)}"

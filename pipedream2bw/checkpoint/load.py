@@ -15,6 +15,7 @@ import torch
 
 from ..errors import DamagedCheckpoint
 from ..model.checkpoint import Checkpoint
+from ..model.local_shards import Part
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.operations import Operation
@@ -26,6 +27,7 @@ from ..runtime.stage_values import load_versions
 from .commit import ABANDONED, CORRUPT, checkpoints, look, set_aside
 from .folder import MANIFEST, Folder, step_of
 from .manifest import Manifest, RankPart
+from .parts import Place
 from .save import (
     OUR_EXTRA,
     Stateful,
@@ -309,6 +311,7 @@ class _Prepared:
             raise ValueError(f"random: {kinds[0]!r}, the checkpoint has {kinds[1]!r}")
         self._check_names()
         self._tied = dict(manifest.tied) | session.local_model.tied_names()
+        self._parts = session.local_model.parts()
         part = _part_of(manifest, session)
         self._weights = {stage.index: self._read_weights(stage) for stage in session.stages}
         self._buffers = {
@@ -406,6 +409,10 @@ class _Prepared:
         """The names of this process's parameters, with those under which they were saved."""
         return {name: self._tied.get(name, name) for name in names}
 
+    def _parts_of(self, saved_as: Mapping[str, str]) -> dict[str, Part]:
+        """Which parts this process has, by the names under which parameters were saved."""
+        return {saved: self._parts[name] for name, saved in saved_as.items() if name in self._parts}
+
     def _read_weights(self, stage: LocalStage) -> dict[int, dict[str, torch.Tensor]]:
         """The values of the stage's parameters, by version; frozen ones are in the newest."""
         weights, source = stage.weights, self._source
@@ -449,7 +456,7 @@ class _Prepared:
 
     def _read(
         self,
-        places: Mapping[str, str],
+        places: Mapping[str, Place],
         saved_as: Mapping[str, str],
         here: Mapping[str, torch.Tensor],
         fits: Callable[[str, torch.dtype], None],
@@ -457,7 +464,7 @@ class _Prepared:
         """Reads values of parameters or buffers.
 
         Args:
-            places: files, by the tensors' names there.
+            places: of tensors, by their names there.
             saved_as: these, by the names here.
             here: by name, what has the shape.
             fits: raises ValueError if what has this name cannot take the dtype.
@@ -467,19 +474,24 @@ class _Prepared:
             if saved not in places:
                 raise ValueError(f"{name}: the checkpoint {source.name} does not have it")
             entry = source.entry(saved, places[saved])
-            if entry.shape != tuple(here[name].shape):
+            shape, part = tuple(here[name].shape), self._parts.get(name)
+            if entry.shape != (shape if part is None else part.whole_shape(shape)):
+                of = "" if part is None else f" in each of {part.num_parts} shards"
                 raise ValueError(
-                    f"{name}: shape {list(here[name].shape)}, the checkpoint has "
+                    f"{name}: shape {list(shape)}{of}, the checkpoint has "
                     f"{list(entry.shape)}: they must be equal"
                 )
             fits(name, entry.dtype)
-        read = source.read({saved: places[saved] for saved in saved_as.values()})
+        parts = {
+            saved: self._parts[name] for name, saved in saved_as.items() if name in self._parts
+        }
+        read = source.read({saved: places[saved] for saved in saved_as.values()}, parts)
         return {name: read[saved] for name, saved in saved_as.items()}
 
     def _read_states(self) -> dict[str, dict[str, Any]]:
         """What optimizers keep of this process's parameters, by name."""
         mine = self._saved_as(n for stage in self._session.stages for n in stage.weights.trainable)
-        states = self._source.states(set(mine.values()))
+        states = self._source.states(set(mine.values()), self._parts_of(mine))
         return {name: states.get(saved, {}) for name, saved in mine.items()}
 
     # ------------------------------------------------------------------ load

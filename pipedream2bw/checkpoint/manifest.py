@@ -60,6 +60,8 @@ class Manifest(Document):
         settings: of the pipeline; None: weights that were imported, without a run.
         trainable: the names of the parameters that are trained.
         tied: further names of parameters, and the name under which each was saved.
+        shards: the dimension in which each tensor-parallel parameter is cut, by its first name; its
+            parts have names of their own, see :mod:`.parts`. Earlier versions did not write it.
         model_state: what ``get_extra_state`` gave, by name.
         optimizer: what the optimizers share; None if none was saved.
         numbers: what optimizers keep of a parameter beside tensors.
@@ -80,6 +82,7 @@ class Manifest(Document):
     settings: SavedSettings | None = None
     trainable: tuple[str, ...] = ()
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shards: Mapping[str, int] = dataclasses.field(default_factory=dict)
     model_state: Any = dataclasses.field(default_factory=dict)
     optimizer: Any = None
     numbers: Any = dataclasses.field(default_factory=dict)
@@ -118,6 +121,7 @@ def of_bytes(text: bytes) -> Manifest:
     document = fields_of(value, Manifest.FORMAT, Manifest.VERSION)
     del document.value["sum"]
     document.value.setdefault("saved_before", 0)
+    document.value.setdefault("shards", {})
     return document.read(Manifest)
 
 

@@ -54,12 +54,12 @@ def export(source: Source, to: str, out: str | os.PathLike[str]) -> None:
 def _to_hugging_face(source: Source, out: str) -> None:
     folder = Folder(out)
     folder.make()
-    for name, saved in source.manifest.files.items():
-        if saved.kind == MODEL:
-            tensors = source.read(dict.fromkeys(saved.tensors, name))
-            with folder.writing(name) as file:
-                write_tensors(file, tensors)
-    folder.write(INDEX, data=weights_index(source.manifest.files))
+    places, files = source.places(MODEL), {}
+    for file_name in dict.fromkeys(place[0] for place in places.values()):
+        of_file = {name: place for name, place in places.items() if place[0] == file_name}
+        with folder.writing(file_name) as file:
+            files[file_name] = write_tensors(file, source.read(of_file))
+    folder.write(INDEX, data=weights_index(files))
 
 
 def _to_torch(source: Source, out: str) -> None:

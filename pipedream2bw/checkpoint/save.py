@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..accelerator import module_in_use, module_of
+from ..model.local_shards import refuse_unknown_shards
 from ..optimizer.optimizer import PipelineOptimizer
 from ..optimizer.state_by_name import OptimizerSnapshot
 from ..pipeline.module import PipelineModule
@@ -156,11 +157,7 @@ class Saver:
 
     def _open(self, path: str | os.PathLike[str]) -> Folder:
         self._user_state.check()
-        if self.session.grid.num_shards > 1:
-            raise ValueError(
-                f"save: 'tp' of the mesh: {self.session.grid.num_shards}, it must be 1: parameters "
-                "that are shards under one name on several processes cannot be saved yet"
-            )
+        refuse_unknown_shards("save()", self.session.facts)
         local = self.session.local_model
         for name in local.persistent_names():
             if name.startswith("$"):  # in the manifest it would stand for a kind of value
@@ -220,7 +217,7 @@ class Saver:
             memory,
             saving,
             all_versions=all_versions,
-            in_model=self._persistent if session.grid.replica == 0 else (),
+            in_model=self._persistent if session.grid.replica == session.grid.shard == 0 else (),
         )
         snapshot.add(RANK, tensors)
         # Nothing that the thread holds refers to the pipeline: it would not end when it is dropped.
@@ -283,7 +280,12 @@ class Saver:
                 torch=torch.__version__,
             ),
             trainable=session.local_model.trainable_names(),
-            tied=session.local_model.tied_names(),
+            tied=(tied := session.local_model.tied_names()),
+            shards={
+                name: part.dimension
+                for name, part in session.local_model.parts().items()
+                if name not in tied
+            },
             schedulers=encode(
                 [_state_of(scheduler) for scheduler in user_state.schedulers],
                 "schedulers",

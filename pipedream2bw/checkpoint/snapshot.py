@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import reworded
+from ..model.local_shards import Part
 from ..optimizer.shares import is_divided, of_all_replicas
 from ..optimizer.state_by_name import BesideByPart, OptimizerSnapshot, SharedState, StateByName
 from ..ranks.grid import RankGrid
@@ -28,6 +29,7 @@ from ..runtime.local_model import LocalModel
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from .encoding import encode
+from .parts import name_of_part
 from .saving import Saving
 from .tensor_file import check_saveable
 
@@ -221,8 +223,9 @@ def begin_snapshot(
                 optimizer=optimizer,
                 oldest=oldest,
                 tied=session.local_model.tied_names(),
+                parts=session.local_model.parts(),
                 in_model=in_model,
-                model=session.local_model if pipeline == grid.replica == 0 else None,
+                model=session.local_model if pipeline == grid.replica == grid.shard == 0 else None,
             )
         )
     versions = range(min(each.oldest for each in copiers), snapshot.batch + 1)
@@ -265,6 +268,7 @@ class _StageCopier:
     Attributes:
         oldest: the oldest version that is copied.
         tied: further names of parameters, and the first one of each.
+        parts: of parameters, by name, that this process saves a shard of.
         in_model: as for :func:`begin_snapshot`.
         model: is asked for what the stage's modules keep beside buffers; None: another process is.
     """
@@ -276,6 +280,7 @@ class _StageCopier:
     optimizer: OptimizerSnapshot | None
     oldest: int
     tied: Mapping[str, str]
+    parts: Mapping[str, Part]
     in_model: Collection[str]
     model: LocalModel | None
 
@@ -284,7 +289,7 @@ class _StageCopier:
         snapshot, optimizer, batch = self.snapshot, self.optimizer, self.snapshot.batch
         weights, engine = self.stage.weights, self.stage.weights.engine
         mine = self._names_saved_here()
-        saved_as = {name: self.tied.get(name, name) for name in mine}
+        saved_as = {name: self._saved_as(name) for name in mine}
         live: dict[tuple[str, str], torch.Tensor] = {}
         for i, name in enumerate(weights.trainable):
             if name in mine:
@@ -332,7 +337,12 @@ class _StageCopier:
             mine -= weights.trainable.keys()
             owned = [name for i, name in enumerate(weights.trainable) if weights.engine.leads(i)]
             mine |= set(owned).intersection(counted)
-        return mine
+        return mine if grid.shard == 0 else mine & self.parts.keys()
+
+    def _saved_as(self, name: str) -> str:
+        first = self.tied.get(name, name)
+        part = self.parts.get(name)
+        return first if part is None else name_of_part(first, part.number, part.num_parts)
 
     def _divided(self, states: StateByName) -> StateByName:
         """What several replicas have elements of, whole: states, and masters as ``MODEL``.

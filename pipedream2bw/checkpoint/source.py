@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 
 from ..errors import DamagedCheckpoint
 from ..model.checkpoint import Checkpoint
+from ..model.local_shards import Part
 from ..optimizer.state_by_name import StateByName
 from .encoding import decode
 from .folder import INDEX, Folder
 from .manifest import read_manifest, weights_index
+from .parts import Place, files_of, part_of_these, split_name
 from .snapshot import MODEL, OPTIMIZER, RANK, buffer_prefix
 from .tensor_file import OTHER_SUM, Entry, read_header, read_tensor
 
@@ -59,10 +62,19 @@ class Source:
             if size != saved.size:
                 raise ValueError(f"{size} bytes, it was written with {saved.size}")
             self.folder.check_filled(self.name, file_name)
-            if set(self._header(file_name)) != set(saved.tensors):
+            if set(self.header(file_name)) != set(saved.tensors):
                 raise ValueError("other tensors than were written")
-        places = dict.fromkeys(saved.tensors, file_name)
-        for _ in self._tensors(places, keep=False) if sums else ():
+        files = dict.fromkeys(saved.tensors, file_name)
+        for _ in self._tensors(files, keep=False) if sums else ():
+            pass
+
+    def check_tensor(self, name: str, file_name: str) -> None:
+        """Raises DamagedCheckpoint if a tensor's bytes are not those that were written.
+
+        Args:
+            name: as the file has it.
+        """
+        for _ in self._tensors({name: file_name}, keep=False):
             pass
 
     @contextlib.contextmanager
@@ -73,46 +85,98 @@ class Source:
         except (*_MISSING, ValueError) as error:
             raise DamagedCheckpoint(f"{self.name}/{file_name}: {error}") from error
 
-    def _header(self, file_name: str) -> dict[str, Entry]:
+    def header(self, file_name: str) -> dict[str, Entry]:
+        """What a file says of its tensors, by their names there."""
         if file_name not in self._headers:
             with self.folder.open(self.name, file_name, ahead=_HEADER_BYTES) as file:
                 self._headers[file_name] = read_header(file, self.manifest.files[file_name])
         return self._headers[file_name]
 
-    def places(self, kind: str, ranks: Collection[int] | None = None) -> dict[str, str]:
-        """The files of a kind's tensors, by the tensors' names.
+    def places(self, kind: str, ranks: Collection[int] | None = None) -> dict[str, Place]:
+        """Where a kind's tensors are, by the tensors' names.
 
         Args:
             ranks: only what these have written.
+
+        Raises:
+            DamagedCheckpoint: a part of one is nowhere.
         """
-        return {
-            name: file_name
-            for file_name, saved in self.manifest.files.items()
-            if saved.kind == kind and (ranks is None or saved.rank in ranks)
-            for name in saved.tensors
-        }
+        found: dict[str, dict[int, str]] = {}
+        numbers: dict[str, int] = {}
+        for file_name, saved in self.manifest.files.items():
+            if saved.kind == kind and (ranks is None or saved.rank in ranks):
+                for key in saved.tensors:
+                    name, number, numbers[name] = split_name(key)
+                    found.setdefault(name, {})[number] = file_name
+        for name, parts in found.items():
+            if sorted(parts) != list(range(numbers[name])):
+                raise DamagedCheckpoint(
+                    f"{self.name}: parts {sorted(parts)} of {name}, there must be {numbers[name]}"
+                )
+        return {name: tuple(parts[i] for i in sorted(parts)) for name, parts in found.items()}
 
-    def entry(self, name: str, file_name: str) -> Entry:
-        return self._header(file_name)[name]
+    def entry(self, name: str, place: Place) -> Entry:
+        """What the header says of a tensor; the shape is the whole one's."""
+        (key, file_name), *_ = files_of(name, place, None).items()
+        entry = self.header(file_name)[key]
+        if len(place) == 1:
+            return entry
+        part = Part(self._cut(name), len(place), 0)
+        return entry._replace(shape=part.whole_shape(entry.shape))
 
-    def read(self, places: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    def read(
+        self, places: Mapping[str, Place], parts: Mapping[str, Part] | None = None
+    ) -> dict[str, torch.Tensor]:
         """Reads tensors.
 
         Args:
-            places: their files, by their names.
+            places: where they are, by their names.
+            parts: of which only these parts are wanted.
 
         Raises:
             DamagedCheckpoint: a tensor's bytes are not those that were written.
+            ValueError: what an optimizer kept of other parts cannot be put together.
         """
-        return dict(self._tensors(places))
+        wanted = {
+            name: (place, files_of(name, place, (parts or {}).get(name)))
+            for name, place in places.items()
+        }
+        files = {key: file for _, of_one in wanted.values() for key, file in of_one.items()}
+        read = dict(self._tensors(files))
+        result = {}
+        for name, (place, of_one) in wanted.items():
+            tensors, part = [read[key] for key in of_one], (parts or {}).get(name)
+            is_ready = (len(place) == 1 and part is None) or len(tensors) < len(place)
+            if is_ready:
+                result[name] = tensors[0]
+            else:
+                cut = self._cut(name) if part is None else part.dimension
+                result[name] = part_of_these(name, tensors, cut, self._shape_of(name), part)
+        return result
+
+    def _parameter(self, name: str) -> str:
+        """Of which a tensor is the values, or what an optimizer keeps of it."""
+        return name if name in self._model_places else name.rpartition("/")[0]
+
+    def _cut(self, name: str) -> int:
+        return self.manifest.shards[self._parameter(name)]
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        parameter = self._parameter(name)
+        return self.entry(parameter, self._model_places[parameter]).shape
+
+    @functools.cached_property
+    def _model_places(self) -> dict[str, Place]:
+        return self.places(MODEL)
 
     def _tensors(
-        self, places: Mapping[str, str], *, keep: bool = True
+        self, files: Mapping[str, str], *, keep: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for file_name in dict.fromkeys(places.values()):
+        """Tensors by the names that they have in their files."""
+        for file_name in dict.fromkeys(files.values()):
             with self._naming(file_name), self.folder.open(self.name, file_name) as file:
-                for name in (n for n, place in places.items() if place == file_name):
-                    tensor, crc = read_tensor(file, self.entry(name, file_name), keep=keep)
+                for name in (n for n, place in files.items() if place == file_name):
+                    tensor, crc = read_tensor(file, self.header(file_name)[name], keep=keep)
                     if crc != self.manifest.files[file_name].tensors[name]:
                         raise ValueError(f"{name}: {OTHER_SUM}")
                     yield name, tensor
@@ -135,17 +199,33 @@ class Source:
 
         return Checkpoint([*saved_as, *extra], read)
 
-    def states(self, parameters: Collection[str] | None = None) -> StateByName:
-        """What optimizers keep of some parameters, None: of all, by the names that were saved."""
+    def states(
+        self,
+        parameters: Collection[str] | None = None,
+        parts: Mapping[str, Part] | None = None,
+    ) -> StateByName:
+        """What optimizers keep of some parameters, None: of all, by the names that were saved.
+
+        Args:
+            parts: of these parameters, of which only these parts are wanted.
+        """
 
         def is_asked_for(parameter: str) -> bool:
             return parameters is None or parameter in parameters
 
+        parts = parts or {}
         (numbers,) = self.values(self.manifest.numbers)
-        states: StateByName = {name: of for name, of in numbers.items() if is_asked_for(name)}
+        states: StateByName = {}
+        for key, of_one in numbers.items():
+            name, number, num_parts = split_name(key)
+            part = parts.get(name)
+            is_same = part is not None and part.num_parts == num_parts
+            if is_asked_for(name) and number == (part.number if part and is_same else 0):
+                states[name] = of_one
         places = self.places(OPTIMIZER)
         names = [name for name in places if is_asked_for(name.rpartition("/")[0])]
-        for name, value in self.read({name: places[name] for name in names}).items():
+        mine = {n: parts[p] for n in names if (p := n.rpartition("/")[0]) in parts}
+        for name, value in self.read({name: places[name] for name in names}, mine).items():
             parameter, _, key = name.rpartition("/")
             states.setdefault(parameter, {})[key] = value
         return states
@@ -201,7 +281,7 @@ def damage_of(folder: Folder, name: str, *, sums: bool) -> Iterator[str]:
             continue
         for tensor in saved.tensors if sums else ():
             try:
-                source.read({tensor: file_name})
+                source.check_tensor(tensor, file_name)
             except DamagedCheckpoint as error:
                 yield str(error)
 
@@ -210,7 +290,7 @@ def num_parameters(source: Source) -> int:
     """Elements of the model's parameters; with its buffers if the weights were imported."""
     buffers = source.places(RANK)
     return sum(
-        math.prod(source.entry(name, file_name).shape)
-        for name, file_name in source.places(MODEL).items()
+        math.prod(source.entry(name, place).shape)
+        for name, place in source.places(MODEL).items()
         if buffer_prefix(0) + name not in buffers
     )

@@ -174,7 +174,7 @@ def _show(given: argparse.Namespace) -> None:
         (name, str(entry.dtype).removeprefix("torch."), list(entry.shape), file_name)
         for file_name, saved in manifest.files.items()
         for name in saved.tensors
-        for entry in [source.entry(name, file_name)]
+        for entry in [source.header(file_name)[name]]
     ]
     if given.json:
         print_json(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .hooks import has_hooks
 from .local_shards import is_dtensor
@@ -39,6 +40,7 @@ def refuse_untrainable(root: nn.Module, loss_fn: object = None) -> None:
         _refuse_parameter(name, parameter)
     for name, buffer in root.named_buffers():
         _refuse_lazy("buffer", name, buffer)
+        _refuse_wrapper("buffer", name, buffer)
     _refuse_several_devices(root)
     _refuse_aliases(root)
     _refuse_views(root)
@@ -143,12 +145,23 @@ def _refuse_lazy(kind: str, name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def _refuse_wrapper(kind: str, name: str, tensor: torch.Tensor) -> None:
+    is_wrapper = is_traceable_wrapper_subclass(tensor)
+    if is_wrapper:
+        raise ValueError(
+            f"{kind} {name}: a {type(tensor).__name__}, which has no memory of its own, it must be "
+            "a plain tensor: keep what the class wraps as parameters or buffers, and make the "
+            "wrapper of them in forward(); or train without quantization"
+        )
+
+
 def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
     if is_dtensor(parameter):
         raise ValueError(
             f"parameter {name}: a DTensor, it must be a plain tensor: give the model to "
             "pipedream2bw.use_local_shards() first"
         )
+    _refuse_wrapper("parameter", name, parameter)
     if parameter.is_complex():
         raise ValueError(
             f"parameter {name!r} has dtype {parameter.dtype}: a pipeline takes real floating-point "

@@ -8,6 +8,7 @@ import math
 import torch
 
 from .. import _C
+from ..model.local_shards import shard_dimensions
 from ..ranks.boards import make_board
 from ..runtime.lazy_numbers import LazyNumber
 from ..runtime.local_stages import LocalStage, is_apart_from_host
@@ -40,7 +41,7 @@ def _of_stage(
     norm: _C.GradientNorm | None,
     scale: _C.LossScale | None,
 ) -> _C.Clipping:
-    number_of = _numbers(session)
+    number_of, _ = _numbers(session)
     return _C.Clipping(
         norm=norm,
         max_norm=math.inf if options.max_grad_norm is None else options.max_grad_norm,
@@ -60,7 +61,7 @@ def _norm(
     grid, board = session.grid, None
     # Each replica may have the sums of some gradients, of which it gives the norms.
     group = grid.group_of_model() if options.shard_state else grid.group_of_replica()
-    num_parameters = len(_numbers(session))
+    _, num_parameters = _numbers(session)
     if group is not None:
         board = make_board(group, 2 * num_parameters, session.control.deadline)
     stays_on_devices = (  # hosts give norms to other processes, and decide scales by them
@@ -84,10 +85,24 @@ def _norm(
     )
 
 
-def _numbers(session: Session) -> dict[str, int]:
-    """The trainable parameters of the whole model, in its order."""
-    named = session.root.named_parameters()
-    return {name: i for i, (name, _) in enumerate(p for p in named if p[1].requires_grad)}
+def _numbers(session: Session) -> tuple[dict[str, int], int]:
+    """The places of the trainable parameters' norms, in the model's order, and how many there are.
+
+    Each shard of a tensor-parallel parameter has a place of its own. What all shards of a stage
+    hold alike is counted by the first one; its place is -1 in the others.
+    """
+    grid, dimensions = session.grid, shard_dimensions(session.root) or {}
+    places, there = {}, 0
+    for name, parameter in session.root.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name in dimensions:
+            places[name] = there + grid.shard
+            there += grid.num_shards
+        else:
+            places[name] = there if grid.shard == 0 else -1
+            there += 1
+    return places, there
 
 
 class GradNorm(LazyNumber):

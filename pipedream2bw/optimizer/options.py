@@ -97,11 +97,12 @@ EXCLUSIONS = exclusions(
     f"""
 max_grad_norm: given, clip_grad_value: given |
     gradients are clipped by their norm or by value, not both => leave out one of them
-max_grad_norm: given, 'tp' of the mesh: above 1 |
+max_grad_norm: given, 'tp' of the mesh: above 1, shards: None |
     nothing tells which parameters are shards of one and which are equal on all
-    => it must be 1; clip_grad_value works
-loss_scale: given, 'tp' of the mesh: above 1 |
-    nothing tells which parameters are shards of one and which are equal on all => it must be 1
+    => give the model to use_local_shards(model, shards={...}) first; clip_grad_value works
+loss_scale: given, 'tp' of the mesh: above 1, shards: None |
+    nothing tells which parameters are shards of one and which are equal on all
+    => give the model to use_local_shards(model, shards={...}) first
 loss_scale: given, schedule: of several delays |
     all stages must read one version, whose scale the loss is multiplied by
     => choose a schedule of one delay

@@ -17,7 +17,7 @@ from .. import svg
 from .._C import Schedule
 from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
-from ..model.local_shards import refuse_distributed_checkpoint
+from ..model.local_shards import refuse_distributed_checkpoint, refuse_unknown_shards
 from ..model.metrics import Metric
 from ..options import Options
 from ..ranks.mesh import mesh_of
@@ -660,14 +660,10 @@ class PipelineModule(nn.Module):
         """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains.
 
         Raises:
-            ValueError: with tensor-parallel stages, of which every process has a shard.
+            ValueError: with tensor-parallel stages whose shards :func:`use_local_shards` was not
+                told of.
         """
-        num_shards = self.session.grid.num_shards
-        if num_shards > 1:
-            raise ValueError(
-                f"full_state_dict(): 'tp' of the mesh: {num_shards}, it must be 1: no "
-                "process knows how shards are put together; save state_dict() of every process"
-            )
+        refuse_unknown_shards("full_state_dict()", self.session.facts)
         ending, in_processes = self.session.ending, self.session.grid.in_processes
         if ending.is_closed and in_processes:
             raise RuntimeError(
@@ -683,12 +679,20 @@ class PipelineModule(nn.Module):
             name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in self.session.local_model.state().items()
         }
-        if self.session.grid.replica > 0:
+        grid, shards = self.session.grid, self.session.local_model.parts()
+        if grid.replica > 0:
             mine = {}
-        parts = self.session.gather(mine)
-        merged = {name: value for part in parts for name, value in part.items()}
+        if grid.shard > 0:
+            mine = {name: value for name, value in mine.items() if name in shards}
+        merged: list[dict[str, Any]] = [{} for _ in range(grid.num_shards)]
+        for shard, part in self.session.gather((grid.shard, mine)):
+            merged[shard] |= part
+        whole = merged[0] | {
+            name: torch.cat([of_one[name] for of_one in merged], shards[name].dimension)
+            for name in merged[0].keys() & shards.keys()
+        }
         order = self.session.root.state_dict(keep_vars=True).keys()
-        return {name: merged[name] for name in order if name in merged}
+        return {name: whole[name] for name in order if name in whole}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -18,6 +18,7 @@ from ..accelerator import with_index
 from ..capture.chain import as_root, device_type_of
 from ..checks import check_whole_number
 from ..model.fingerprint import sampled_values
+from ..model.local_shards import shapes_of_shards
 from ..model.materialize import home_of, materialize
 from ..model.precision import Precision
 from ..model.random_numbers import follow_threads
@@ -82,7 +83,8 @@ def open_session(
             },
         )
         checked = control.together(
-            lambda: check(model, loss_fn, options, arrangement, control.size)
+            lambda: check(model, loss_fn, options, arrangement, control.size),
+            same=lambda made: {"shards, and their shapes": shapes_of_shards(made.root)},
         )
         agree_on_devices(control, checked.stage_options.devices, summed=_what_is_summed(checked))
         # What waits for other ranks comes after this: it relies on equal settings.

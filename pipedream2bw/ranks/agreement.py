@@ -48,6 +48,7 @@ class ControlPlane:
         fault, timeout: its own.
         peers: the processes of all ranks; None with one rank, and once the agreement has ended.
         discards: the first batch that is discarded.
+        untold: what this rank alone raised before it last agreed; others may have waited for it.
         place: this rank, in messages.
     """
 
@@ -57,6 +58,7 @@ class ControlPlane:
         self.timeout = deadline.seconds
         self.peers = Peers(world, deadline, name) if world > 1 else None
         self.place = "here"
+        self.untold: Exception | None = None
         self._closed_too: list[Callable[[], None]] = []
         self.discards = _C.Discards(None if self.peers is None else self.peers.board)
 
@@ -89,6 +91,7 @@ class ControlPlane:
             mine = local()
         except Exception as raised:
             error = raised
+        self.untold = error
         table = self._exchange_rows(operation, number, error is not None, mine or ())
         if _first_discarded(table) is not None:
             raise BatchDiscarded()
@@ -154,6 +157,7 @@ class ControlPlane:
                 settings = same(made[0])
         except Exception as raised:
             error = raised
+        self.untold = error
         self.agree_on_objects(error, settings)
         return made[0]
 

@@ -194,9 +194,11 @@ class RankGrid:
 
     def group_of_replica(self) -> dist.ProcessGroup | None:
         """The processes of this one's replica, if there are several. Every process calls it."""
-        return self._joined(
-            None, [ranks for replicas in self.places for ranks in replicas if len(ranks) > 1]
-        )
+        of_replicas = [
+            set(itertools.chain(*(replicas[replica] for replicas in self.places)))
+            for replica in range(self.width)
+        ]
+        return self._joined(None, [ranks for ranks in of_replicas if len(ranks) > 1])
 
     def group_of_model(self) -> dist.ProcessGroup | None:
         """All processes, if there are several. Every process calls it."""

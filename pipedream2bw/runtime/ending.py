@@ -214,8 +214,12 @@ class Ending:
         first = self._control.report(mine)
         first = mine if is_cause else first
         self.end(first)
+        text = str(first)
+        if (untold := self._control.untold) is not None:
+            original = original or untold
+            text += f". This rank had failed before: {type(untold).__name__}: {untold}"
         # Another object than the one that is kept, which would keep what its traceback refers to.
-        raised = reworded(first, str(first))
+        raised = reworded(first, text)
         raise raised from (original if first is mine and original else first.__cause__)
 
 

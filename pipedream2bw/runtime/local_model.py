@@ -12,6 +12,7 @@ from torch import nn
 
 from ..capture.captured import place_of
 from ..model.checkpoint import Checkpoint
+from ..model.local_shards import Part, parts_here
 from ..stages.modes import Mode
 from ..units import format_bytes
 from .extension import Extensions
@@ -105,8 +106,13 @@ class LocalModel:
                 f"Error(s) in loading state_dict for {type(root).__name__}: "
                 f"missing keys: {missing}, unexpected keys: {unexpected}"
             )
+        entries = checkpoint.read(wanted)
+        for name, part in self.parts().items():
+            whole = part.whole_shape(parameters[name].shape)
+            if name in entries and tuple(entries[name].shape) == whole:
+                entries[name] = part.of(entries[name])
         with self._masters_shown(change=True):
-            result = root.load_state_dict(checkpoint.read(wanted), strict=False)
+            result = root.load_state_dict(entries, strict=False)
         self._without_values.difference_update(wanted)
         self._without_values -= {name for name, p in parameters.items() if id(p) in given}
         return type(result)(missing if strict else absent, unexpected)
@@ -115,6 +121,11 @@ class LocalModel:
         """Gives the names of a ``state_dict`` that belong to this process's part."""
         mine = self._names() & set(self._root.state_dict(keep_vars=True).keys())
         return [name for name in names if name in mine]
+
+    def parts(self) -> dict[str, Part]:
+        """Which parts of the model's sharded parameters this process has, by their names."""
+        grid = self._stages.grid
+        return parts_here(self._root, grid.shard, grid.num_shards)
 
     def trainable_names(self) -> tuple[str, ...]:
         """The whole model's trained parameters."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import _C
 from ..errors import reworded
+from ..model.local_shards import shard_dimensions
 from ..ranks.agreement import BatchDiscarded, DrainWanted
 from ..ranks.operations import Announcement, Operation
 from ..stages.modes import Mode, Modes
@@ -116,6 +117,7 @@ class Session:
             "width": self.grid.width,
             "devices of the stages": self.stages.options.devices,
             "'tp' of the mesh": self.grid.num_shards,
+            "shards": shard_dimensions(self.root),
             "shard_state": any(stage.weights.engine.is_shared for stage in self.stages),
         }
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from .. import svg
 from ..colours import MEMORY_COLOURS
+from ..model.local_shards import parameter_at
 from ..table import table
 from ..units import BYTE_UNITS, format_bytes, unit_for
 from .extension import Extensions
@@ -164,5 +165,5 @@ def memory_of(stage: LocalStage, extensions: Extensions) -> StageMemory:
 def _frozen_bytes(weights: StageWeights) -> int:
     """Bytes of frozen parameters; what a process's stages share on a device counts once."""
     shared = weights.taken.intersection(weights.frozen) if weights.is_shown else weights.frozen
-    others = {weights.model.get_parameter(name).data_ptr() for name in shared}
+    others = {parameter_at(weights.model, name).data_ptr() for name in shared}
     return sum(p.nbytes for p in weights.frozen.values() if p.data_ptr() not in others)

@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import _C
 from ..model.clone import copies_of_buffers, copy_attributes, structural_clone
+from ..model.local_shards import parameter_at
 from ..model.precision import Precision
 from ..model.storages import storage_of, with_own_storage
 from ..ranks.deadline import Deadline
@@ -79,7 +80,7 @@ class StageWeights:
         self.shared_owners = spec.shared_owners
         self.taken = taken
         used = (*program.parameters, *program.unused_parameters)
-        self.in_root = {name: root.get_parameter(name) for name in dict.fromkeys(used)}
+        self.in_root = {name: parameter_at(root, name) for name in dict.fromkeys(used)}
         for name, parameter in self.in_root.items():
             if not parameter.requires_grad and name not in taken:
                 parameter.data = parameter.data.to(device)
@@ -91,7 +92,7 @@ class StageWeights:
         self.frozen = {name: p for name, p in own.items() if not p.requires_grad}
         self.handles = list(self.trainable.values())
         # The user's Parameters of these names, which an optimizer knows.
-        self.originals = [model.get_parameter(name) for name in self.trainable]
+        self.originals = [parameter_at(model, name) for name in self.trainable]
         self.guards = [
             handle.register_post_accumulate_grad_hook(ArrivalGuard(name))  # type: ignore[no-untyped-call]
             for name, handle in self.trainable.items()

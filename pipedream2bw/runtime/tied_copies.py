@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
+from ..model.local_shards import parameter_at
 from ..ranks.grid import RankGrid
 from ..ranks.groups import broadcast
 from ..stages.program import StageProgram
@@ -44,7 +45,7 @@ def find_ties(programs: Sequence[StageProgram]) -> list[Tie]:
 
 def is_trained(tie: Tie, model: nn.Module) -> bool:
     """Whether any of a tie's parameters is."""
-    return any(model.get_parameter(name).requires_grad for name in tie.names)
+    return any(parameter_at(model, name).requires_grad for name in tie.names)
 
 
 def check_ties(schedule: _C.Schedule, ties: Sequence[Tie], model: nn.Module) -> None:
@@ -53,7 +54,7 @@ def check_ties(schedule: _C.Schedule, ties: Sequence[Tie], model: nn.Module) -> 
     joint = []
     described = []
     for tie in ties:
-        trained = [name for name in tie.names if model.get_parameter(name).requires_grad]
+        trained = [name for name in tie.names if parameter_at(model, name).requires_grad]
         if trained:
             joint.append([first + stage for first in copies for stage in tie.stages])
             described.append(f"{trained[0]} (stages {', '.join(map(str, tie.stages))})")

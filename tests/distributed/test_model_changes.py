@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
@@ -67,11 +70,39 @@ def read_elsewhere(rank: int) -> dict[str, str]:
     return {**said, "again": str(again.value)}
 
 
+class Fails(nn.Linear):
+    """Rank 1 fails where the other one waits for it, as in a collective of the model's own."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails and dist.get_rank() == 1:
+            raise ArithmeticError("a bad row")
+        if self.fails:
+            time.sleep(3.0)
+        return super().forward(x)
+
+
+def capture_fails(rank: int) -> str:
+    """What each rank is told where a change has the model captured, and one rank fails in it."""
+    model = nn.Sequential(Fails(4, 4), Fails(4, 4))
+    x = torch.ones(2, 4)
+    pipe = pd2.PipelineModule(
+        model, mse_loss, num_stages=2, num_microbatches=M, example_args=(x,), timeout=1.0
+    )
+    for part in model:
+        part.fails = True
+    with pytest.raises(pd2.errors.StageError) as caught:
+        pipe.train_step(x, target=x)
+    return str(caught.value)
+
+
 def work(rank: int, world_size: int) -> dict[str, Any]:
     return {
         **{kind: train(kind, (0, 1), rank) for kind in KINDS},
         "on one rank": train("number", (1,), rank),
         "elsewhere": read_elsewhere(rank),
+        "capture fails": capture_fails(rank),
     }
 
 
@@ -107,3 +138,13 @@ def test_parameters_elsewhere_tell_that_they_have_no_values(
     for result in results:
         assert "whose values are not here" in result["elsewhere"]["a value"]
         assert "a pipeline had it in another process" in result["elsewhere"]["again"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_where_the_model_is_captured_says_why(
+    results: list[dict[str, Any]],
+) -> None:
+    waiting, failing = (result["capture fails"] for result in results)
+    assert "a rank was lost while agreeing" in waiting
+    assert "This rank had failed before" in failing
+    assert "ArithmeticError: a bad row" in failing

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import mse_loss
+from torch.testing._internal.two_tensor import TwoTensor
 
 import pipedream2bw as pd2
 from pipedream2bw.model.refusals import refuse_untrainable
@@ -22,6 +23,17 @@ def test_lazy_parameters() -> None:
 def test_complex_parameters() -> None:
     model = nn.Sequential(nn.Linear(3, 3, dtype=torch.complex64), nn.ReLU())
     with pytest.raises(ValueError, match=r"parameter '0.weight' has dtype torch.complex64"):
+        refuse_untrainable(model)
+
+
+def test_tensors_that_wrap_others() -> None:
+    values = TwoTensor(torch.ones(3, 3), torch.ones(3, 3))  # as quantized ones do
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    model[1].register_buffer("table", values)
+    with pytest.raises(ValueError, match=r"buffer 1\.table: a TwoTensor, which has no memory"):
+        refuse_untrainable(model)
+    model[0].weight = nn.Parameter(values, requires_grad=False)
+    with pytest.raises(ValueError, match=r"parameter 0\.weight: a TwoTensor, which has no memory"):
         refuse_untrainable(model)
 
 

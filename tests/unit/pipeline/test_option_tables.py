@@ -62,6 +62,7 @@ USUAL: dict[str, Any] = {
     "device": CPU,
     "devices of the stages": [CPU, CPU],
     "'tp' of the mesh": 1,
+    "shards": None,
     "optimizer": Stepping(torch.optim.SGD(parameters()), [torch.float32]),
     "tied parameters": [],
     "register_comm_hook": None,
@@ -77,6 +78,7 @@ OTHERS: dict[str, list[Any]] = {
     "device": [torch.device("meta")],
     "devices of the stages": [[torch.device("meta")] * 2],
     "'tp' of the mesh": [2],
+    "shards": [{"0.weight": 0}],
     "optimizer": [Stepping(make(parameters()), [torch.float32]) for make in OPTIMIZERS]
     + [Stepping(torch.optim.SGD(parameters()), [torch.float64])],
     "tied parameters": [["head.weight"]],
