@@ -1,28 +1,27 @@
-"""What late forwards cost in loss, by optimizer, schedule and remedy: a small GPT over bytes.
+"""Which optimizer stands the delay of 2BW: a small GPT on the sources of Python's library.
 
-    python benchmarks/convergence/which_optimizer.py {short,long,sample} [--only NAME] [--passes N]
-        [--jobs 1] [--kept PATH] [--json PATH] [--pictures FOLDER] [--smoke]
+    python benchmarks/convergence/which_optimizer.py [--budget MINUTES] [--jobs 2] [--smoke]
+        [--seeds 3] [--batches 400] [--layers 3] [--width 128] [--context 64] [--rows 16]
+        [--only NAME] [--also NAME=MODULE:CLASS] [--runs PATH] [--json PATH] [--pictures FOLDER]
 
-Runs of one optimizer have the same batches and the same first weights, which the seed decides.
-``short`` has 400 batches at rates of a ladder of factor 2: the best one without a delay, and half
-and twice that. ``long`` has 20 tokens per parameter, at the rate that is best without a delay.
-``sample`` trains some of the runs by the pipeline itself, and by both ways of the emulation.
+AdamW with three averages, NAdamW and Muon are trained synchronously (``1f1b``), with 2BW, and with
+2BW and each remedy: on the same batches, from the same weights, with the learning rate that is best
+without the delay. The loss on held-out text is compared at equal tokens, and the time to an equal
+loss with 1F1B's. ``--budget`` measures the time of a batch and trains as many as fit.
 
-What a run gave is a line of ``--kept``, written when it ends. A study that was cut off goes on
-where it was. On one core ``short`` takes eight hours, ``long`` seven and ``sample`` ten minutes.
-The first two passes of ``long``, a seed each, take two and a half hours.
+``--also SOAP=pytorch_optimizer:SOAP`` adds any optimizer that takes parameters and ``lr``.
+
+``--only`` trains one of them, and may be repeated. ``--runs PATH`` keeps each run there when it
+ends, a line of JSON, and does not repeat those that it finds: a study that was cut off goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import concurrent.futures
-import contextlib
-import copy
 import dataclasses
 import functools
-import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -36,203 +35,142 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulated import Emulated, late_forwards
+from study import SEED_OF_GRID, Method, shape
 from tasks import Task, byte_gpt
 from torch import nn
 
 import pipedream2bw as pd2
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from measuring.kept import Kept
-from measuring.report import compact, describe, machine
+from measuring.kept import Kept  # isort: skip  # study.py says where
+from measuring.report import compact, describe, machine  # isort: skip
 
 NUM_LOOKS = 20  # at the held-out loss, in a run
+LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 BETA2, WEIGHT_DECAY = 0.99, 0.01
+BOUND = 0.005  # of the synchronous loss: the claim that is held or refuted
+SIZES = ((4, 4), (4, 8), (8, 8))  # stages and microbatches, for the time to equal loss
+SYNCHRONOUS = Method("synchronous", schedule="1f1b")
 
-Named = list[tuple[str, nn.Parameter]]
-Make = Callable[[Task, Named, float], list[torch.optim.Optimizer]]
-
-
-class StockAdamW(torch.optim.AdamW):
-    """Which the pipeline does not fuse, so that both compute the same bits."""
+Make = Callable[[Task, list[tuple[str, nn.Parameter]], float], list[torch.optim.Optimizer]]
 
 
-def adamw(beta1: float, task: Task, named: Named, lr: float) -> list[torch.optim.Optimizer]:
-    parameters = [p for _, p in named]
-    return [StockAdamW(parameters, lr=lr, betas=(beta1, BETA2), weight_decay=WEIGHT_DECAY)]
+def methods(num_batches: int) -> list[Method]:
+    rounded = pd2.ErrorFeedback(dtype=torch.bfloat16)
+    return [
+        SYNCHRONOUS,
+        Method("2bw"),
+        Method("2bw, warm-up", warmup_batches=num_batches // 10),
+        Method("2bw, error feedback", staleness=(pd2.ErrorFeedback(),)),
+        Method("2bw, error feedback in bfloat16", staleness=(rounded,)),
+    ]
 
 
-def nadamw(task: Task, named: Named, lr: float) -> list[torch.optim.Optimizer]:
-    options: dict[str, Any] = {"decoupled_weight_decay": True, "weight_decay": WEIGHT_DECAY}
-    return [torch.optim.NAdam([p for _, p in named], lr=lr, betas=(0.98, BETA2), **options)]
+def adamw(parameters: Sequence[nn.Parameter], lr: float, beta1: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        list(parameters), lr=lr, betas=(beta1, BETA2), weight_decay=WEIGHT_DECAY
+    )
 
 
-def muon(task: Task, named: Named, lr: float) -> list[torch.optim.Optimizer]:
-    """For the inner matrices; its steps have the size of AdamW's: one learning rate for both."""
-    inner = {name: p for name, p in named if p.dim() == 2 and task.is_inner(name)}
-    options: dict[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
-    first = torch.optim.Muon(inner.values(), lr=lr, weight_decay=WEIGHT_DECAY, **options)
-    return [first, *adamw(0.9, task, [(n, p) for n, p in named if n not in inner], lr)]
+def only_adamw(
+    beta1: float, task: Task, named: list[tuple[str, nn.Parameter]], lr: float
+) -> list[torch.optim.Optimizer]:
+    return [adamw([p for _, p in named], lr, beta1)]
 
 
-def soap(task: Task, named: Named, lr: float) -> list[torch.optim.Optimizer]:
-    from pytorch_optimizer import SOAP
-
-    return [SOAP([p for _, p in named], lr=lr)]
-
-
-OPTIMIZERS: dict[str, Make] = {
-    "AdamW, beta1 0.9": functools.partial(adamw, 0.9),
-    "Muon": muon,
-    "AdamW, beta1 0.95": functools.partial(adamw, 0.95),
-    "NAdamW, beta1 0.98": nadamw,
-    "SOAP": soap,
-}
-DECISIVE = ("AdamW, beta1 0.9", "Muon")
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """How to train: of "1f1b" and "2bw" the numbers of stages and microbatches do not matter."""
-
-    schedule: str = "1f1b"
-    num_stages: int = 1
-    num_microbatches: int = 1
-    feedback: bool = False
-
-    @property
-    def name(self) -> str:
-        sizes = f", d = {self.num_stages}, m = {self.num_microbatches}"
-        return (
-            {"1f1b": "synchronous"}.get(self.schedule, self.schedule)
-            + (sizes if self.schedule == "2bw_fresh" else "")
-            + (", error feedback" if self.feedback else "")
+def nadamw(
+    task: Task, named: list[tuple[str, nn.Parameter]], lr: float
+) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.NAdam(
+            [p for _, p in named],
+            lr=lr,
+            betas=(0.98, BETA2),
+            weight_decay=WEIGHT_DECAY,
+            decoupled_weight_decay=True,
         )
+    ]
 
 
-SYNCHRONOUS = Method()
+def muon(
+    task: Task, named: list[tuple[str, nn.Parameter]], lr: float
+) -> list[torch.optim.Optimizer]:
+    inner = [p for name, p in named if p.dim() == 2 and task.is_inner(name)]
+    of_muon = set(map(id, inner))
+    # Its steps have the size of AdamW's: one learning rate for both.
+    first = torch.optim.Muon(
+        inner, lr=lr, momentum=0.95, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
+    )
+    return [first, adamw([p for _, p in named if id(p) not in of_muon], lr, 0.9)]
 
 
-def methods(per_stage: Sequence[int]) -> list[Method]:
-    """The synchronous one, and those with a delay, with so many microbatches for each stage."""
-    sizes = [("2bw", 1, 1), *(("2bw_fresh", d, n * d) for n in per_stage for d in (4, 8))]
-    return [SYNCHRONOUS, *(Method(*of, feedback) for of in sizes for feedback in (False, True))]
+def from_elsewhere(
+    where: str, task: Task, named: list[tuple[str, nn.Parameter]], lr: float
+) -> list[torch.optim.Optimizer]:
+    module, _, kind = where.partition(":")
+    return [getattr(importlib.import_module(module), kind)([p for _, p in named], lr=lr)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Pass:
-    """Runs that are made before those of the next pass, at so many times the best learning rate."""
-
-    optimizers: Sequence[str]
-    methods: Sequence[Method]
-    factors: Sequence[float] = (1.0,)
-    num_seeds: int = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """What is trained.
-
-    Attributes:
-        rates: of which the best one is chosen without a delay.
-        seeds_of_grid: for choosing it; none of the study's.
-    """
-
-    num_batches: int
-    rates: Sequence[float]
-    seeds_of_grid: Sequence[int]
-    passes: Sequence[Pass]
-
-
-REST = [name for name in OPTIMIZERS if name not in DECISIVE]
-LADDER = tuple(0.0005 * 2**i for i in range(7))
-STUDIES = {
-    "short": Study(
-        400,
-        LADDER[1:],
-        (100, 101, 102),
-        [
-            Pass(DECISIVE, methods((4, 2))),
-            Pass(REST, methods((4, 2))),
-            Pass(list(OPTIMIZERS), methods((4, 2, 1))),
-            Pass(DECISIVE, methods((4, 2, 1)), (0.5, 2.0)),
-            Pass(REST, methods((4, 2, 1)), (0.5, 2.0)),
-        ],
-    ),
-    "long": Study(
-        7500,
-        LADDER[1:5],
-        (100,),
-        [
-            *(Pass([name], methods((4,)), num_seeds=1) for name in DECISIVE),
-            Pass(DECISIVE, methods((4,))),
-        ],
-    ),
-}
-DRAWN = [method.name for method in methods((4,)) if method.num_stages in (1, 8)]
-SAMPLE = [
-    (optimizer, Method("2bw_fresh", 4, 16, feedback))
-    for optimizer in DECISIVE
-    for feedback in (False, True)
-]
-PIPELINE, EMULATED = "pipeline", "emulated"
-ONE_BY_ONE = "emulated, microbatch by microbatch"
-ROWS_REVERSED = "emulated, rows reversed"
-"""The same training but for rounding: how far apart two runs are that nothing tells apart."""
-WAYS = (PIPELINE, ONE_BY_ONE, EMULATED)
+def optimizers(also: Sequence[str]) -> dict[str, Make]:
+    made: dict[str, Make] = {
+        f"AdamW, beta1 {beta1}": functools.partial(only_adamw, beta1) for beta1 in (0.9, 0.95, 0.98)
+    }
+    made["NAdamW, beta1 0.98"] = nadamw
+    made["Muon"] = muon
+    for given in also:
+        name, _, where = given.partition("=")
+        made[name] = functools.partial(from_elsewhere, where)
+    return made
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the model, 0.39M parameters, and its batches, which have 32 microbatches at most."""
+    """Of the model and its batches."""
 
-    layers: int = 3
-    width: int = 96
-    context: int = 32
-    rows: int = 32
-    num_held_out: int = 512
+    layers: int
+    width: int
+    context: int
+    rows: int
 
-
-@functools.cache
-def task_of(sizes: Sizes) -> Task:
-    given = dataclasses.asdict(sizes)
-    return byte_gpt(given.pop("rows"), given.pop("context"), **given)
+    @functools.cached_property
+    def task(self) -> Task:
+        return byte_gpt(
+            self.rows, self.context, layers=self.layers, width=self.width, num_held_out=128
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
     """One run."""
 
+    sizes: Sizes
     optimizer: str
     method: Method
     learning_rate: float
     seed: int
     num_batches: int
-    sizes: Sizes = Sizes()
-    way: str = EMULATED
+    also: tuple[str, ...]
 
     @property
     def key(self) -> str:
         """All that decides the run's losses."""
-        return json.dumps({**dataclasses.asdict(self), "torch": torch.__version__})
+        mine = [given for given in self.also if given.partition("=")[0] == self.optimizer]
+        kept = {**dataclasses.asdict(self), "method": repr(self.method), "also": mine}
+        return json.dumps({**kept, "torch": torch.__version__})
 
 
 @dataclasses.dataclass
 class Result:
     """What came out; ``losses`` are held out, after equal parts of the run."""
 
+    task: str
     optimizer: str
     method: str
     learning_rate: float
     seed: int
     losses: list[float]
-    uncorrected_loss: float | None
-    """At the end, at the weights of which error feedback makes plain steps."""
+    seconds_of_batch: float
     seconds: float
-    """Of the processor."""
-    weights: str = ""
-    """A digest of their bits at the end."""
+    """Of the processor, for the whole run with its looks at the held-out loss."""
 
     @property
     def final_loss(self) -> float:
@@ -240,309 +178,218 @@ class Result:
         return self.losses[-1] if math.isfinite(self.losses[-1]) else math.inf
 
 
-def shape(done: float) -> float:
-    """Of the learning rate: up over the first twentieth, then down a cosine to a tenth."""
-    if done < 0.05:
-        return max(20 * done, 0.05)
-    return 0.55 + 0.45 * math.cos(math.pi * (done - 0.05) / 0.95)
-
-
 def train(wanted: Wanted) -> Result:
     """Trains from weights and on batches that the seed alone decides."""
+    warnings.filterwarnings("ignore", ".*which_optimizer")  # it is what the study is about
     torch.set_num_threads(1)
     began = time.process_time()
     torch.manual_seed(wanted.seed)
-    task = task_of(wanted.sizes)
-    model, batches = task.build(), task.batches(wanted.seed)
+    task, method = wanted.sizes.task, wanted.method
+    batches = task.batches(wanted.seed)
     looks = {round((i + 1) * wanted.num_batches / NUM_LOOKS) for i in range(NUM_LOOKS)}
-    losses: list[list[float]] = []
-    way = by_pipeline if wanted.way == PIPELINE else by_emulation
-    with way(wanted, task, model) as (step, opts, trained):
-        schedulers = [
-            torch.optim.lr_scheduler.LambdaLR(opt, lambda t: shape(t / wanted.num_batches))
-            for opt in opts
-        ]
-        for batch in range(1, wanted.num_batches + 1):
-            tokens, target = next(batches)
-            if wanted.way == ROWS_REVERSED:
-                tokens, target = tokens.flip(0), target.flip(0)
-            step(tokens, target)
-            for scheduler in schedulers:
-                scheduler.step()
-            if batch in looks:
-                models = trained()
-                losses.append([held_out_loss(task, each) for each in models])
-    return Result(
-        wanted.optimizer,
-        wanted.method.name + ", rows reversed" * (wanted.way == ROWS_REVERSED),
-        wanted.learning_rate,
-        wanted.seed,
-        [at_look[0] for at_look in losses],
-        losses[-1][1] if len(models) > 1 else None,
-        round(time.process_time() - began, 1),
-        digest(models[0]),
-    )
-
-
-@torch.no_grad()
-def held_out_loss(task: Task, model: nn.Module) -> float:
-    return round(float(task.loss_fn(model(task.held_out[0]), task.held_out[1])), 6)
-
-
-def digest(model: nn.Module) -> str:
-    """Of the weights' bits."""
-    found = hashlib.sha256()
-    for value in model.state_dict().values():
-        found.update(value.numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
-Step = Callable[[torch.Tensor, torch.Tensor], object]
-Trained = Callable[[], list[nn.Module]]
-"""The model at the newest weights, and at those without the correction if there is one."""
-Training = Iterator[tuple[Step, Sequence[torch.optim.Optimizer], Trained]]
-
-
-@contextlib.contextmanager
-def by_emulation(wanted: Wanted, task: Task, model: nn.Module) -> Training:
-    method = wanted.method
-    sizes = method.num_stages, method.num_microbatches
-    spare, example = copy.deepcopy(model), example_of(wanted, task)
-    emulated = Emulated(
-        model,
-        task.loss_fn,
-        late_forwards(spare, task.loss_fn, example, method.schedule, *sizes),
-        method.num_microbatches,
-        feedback=method.feedback,
-        merged=wanted.way != ONE_BY_ONE,
-    )
-    make = OPTIMIZERS[wanted.optimizer]
-    opts = make(task, list(model.named_parameters()), wanted.learning_rate)
-
-    def step(tokens: torch.Tensor, target: torch.Tensor) -> None:
-        emulated.train_step(tokens, target)
-        emulated.step(opts)
-
-    yield step, opts, lambda: [model, *([emulated.uncorrected()] if method.feedback else [])]
-
-
-@contextlib.contextmanager
-def by_pipeline(wanted: Wanted, task: Task, model: nn.Module) -> Training:
-    warnings.filterwarnings("ignore", message=".*its gradients are late")
-    method = wanted.method
+    losses, seconds = [], 0.0
     with pd2.PipelineModule(
-        model,
+        task.build(),
         task.loss_fn,
-        num_stages=method.num_stages,
-        num_microbatches=method.num_microbatches,
+        num_stages=1,
+        num_microbatches=1,
         schedule=method.schedule,
-        example_args=(example_of(wanted, task),),
+        warmup_batches=method.warmup_batches,
+        example_args=task.held_out[:1],
     ) as pipe:
-        make = OPTIMIZERS[wanted.optimizer]
-        wrapped = make(task, list(pipe.named_parameters()), wanted.learning_rate)
-        staleness = pd2.ErrorFeedback() if method.feedback else ()
-        opt = pd2.PipelineOptimizer(*wrapped, staleness=staleness)
-
-        def step(tokens: torch.Tensor, target: torch.Tensor) -> None:
+        make = optimizers(wanted.also)[wanted.optimizer]
+        opt = pd2.PipelineOptimizer(
+            *make(task, list(pipe.named_parameters()), wanted.learning_rate),
+            staleness=method.staleness,
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: shape(t / wanted.num_batches))
+        for batch in range(1, wanted.num_batches + 1):
+            start = time.perf_counter()
+            tokens, target = next(batches)
             pipe.train_step(tokens, target=target)
             opt.step()
+            scheduler.step()
+            if batch in looks:
+                pipe.flush()
+            seconds += time.perf_counter() - start
+            if batch in looks:
+                pipe.eval()
+                losses.append(float(task.loss_fn(pipe(task.held_out[0]), task.held_out[1])))
+                pipe.train()
+    return Result(
+        task.name,
+        wanted.optimizer,
+        method.name,
+        wanted.learning_rate,
+        wanted.seed,
+        losses,
+        seconds / wanted.num_batches,
+        time.process_time() - began,
+    )
 
-        def trained() -> list[nn.Module]:
-            whole = task.build()
-            whole.load_state_dict(pipe.state_dict())
-            return [whole]
 
-        yield step, [opt], trained
+def main() -> None:
+    options = parse_options()
+    sizes = Sizes(options.layers, options.width, options.context, options.rows)
+    also = tuple(options.also)
+    names = options.only or list(optimizers(also))
+    where = machine()
+    print(describe(where), flush=True)
+    num_runs = len(names) * (len(methods(0)) * options.seeds + len(options.rates))
+    with Workers(options.jobs, options.runs) as run_all:
+        if options.budget is not None:
+            options.batches = batches_within(options, sizes, names, run_all)
+        print(
+            f"{num_runs} runs of {options.batches} batches of {sizes.rows * sizes.context} bytes",
+            flush=True,
+        )
 
+        def wanted(name: str, method: Method, rate: float, seed: int) -> Wanted:
+            return Wanted(sizes, name, method, rate, seed, options.batches, also)
 
-def example_of(wanted: Wanted, task: Task) -> torch.Tensor:
-    """A batch, of whose size the split is made."""
-    return task.held_out[0][: wanted.sizes.rows]
+        grid = run_all(
+            [
+                wanted(name, SYNCHRONOUS, rate, SEED_OF_GRID)
+                for name in names
+                for rate in options.rates
+            ]
+        )
+        rates = {
+            name: min((r for r in grid if r.optimizer == name), key=lambda r: r.final_loss)
+            for name in names
+        }
+        results = run_all(
+            [
+                wanted(name, method, rates[name].learning_rate, seed)
+                for name in names
+                for method in methods(options.batches)
+                for seed in range(options.seeds)
+            ]
+        )
+    minutes = sum(result.seconds for result in (*grid, *results)) / 60
+    print(f"\n{table(results)}\n\n{num_runs} runs in {minutes:.1f} minutes of a core")
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": where,
+        "minutes": round(minutes, 1),
+        "measure": "held-out loss",
+        "batches": options.batches,
+        "window": options.batches / NUM_LOOKS,
+        "sizes": dataclasses.asdict(sizes),
+        "grid": list(map(as_json, grid)),
+        "results": list(map(as_json, results)),
+    }
+    if options.json is not None:
+        options.json.write_text(compact(report))
+    if options.pictures is not None:
+        from pictures import draw
+
+        draw(report, options.pictures, "which_optimizer")
 
 
 class Workers:
-    """Trains in processes of their own, or in this one if one is enough, and keeps the results."""
+    """Trains in processes of their own, or in this one if one is enough.
 
-    def __init__(self, jobs: int, kept: Path | None) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pool = concurrent.futures.ProcessPoolExecutor(jobs, spawn) if jobs > 1 else None
+    With ``kept``, a path, a run's result is written there when it ends, and what is there is not
+    trained again.
+    """
+
+    def __init__(self, jobs: int, kept: Path | None = None) -> None:
+        self._pool = (
+            concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+            if jobs > 1
+            else None
+        )
         self._kept = Kept(kept)
 
-    def __enter__(self) -> Workers:
-        return self
+    def __enter__(self) -> Callable[[list[Wanted]], list[Result]]:
+        return self._run_all
 
-    def run_all(self, wanted: Sequence[Wanted]) -> list[Result]:
-        """Those that are not kept yet are trained, in this order."""
+    def _run_all(self, wanted: list[Wanted]) -> list[Result]:
         left = [each for each in wanted if each.key not in self._kept]
-        results = map(train, left) if self._pool is None else self._pool.map(train, left)
-        for number, (each, result) in enumerate(zip(left, results, strict=True), 1):
+        for number, (each, result) in enumerate(zip(left, self._train(left), strict=True), 1):
             self._kept.add(each.key, dataclasses.asdict(result))
             print(
                 f"{len(wanted) - len(left) + number:4}/{len(wanted)}  {result.optimizer:20} "
-                f"{result.method:40} {result.learning_rate:<6g} seed {result.seed:<4} "
-                f"{result.final_loss:.4f}  {result.seconds:.0f} s  {each.way}",
+                f"{result.method:32} {result.learning_rate:<6g} seed {result.seed:<4} "
+                f"{result.final_loss:.4f}",
                 flush=True,
             )
-        return self.kept(wanted)
+        return [Result(**self._kept[each.key]) for each in wanted]
 
-    def kept(self, wanted: Sequence[Wanted]) -> list[Result]:
-        """What is there of these."""
-        return [Result(**self._kept[each.key]) for each in wanted if each.key in self._kept]
+    def _train(self, wanted: list[Wanted]) -> Iterator[Result]:
+        return map(train, wanted) if self._pool is None else self._pool.map(train, wanted)
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
 
-def best_rate(grid: Sequence[Result]) -> float:
-    """Of which the mean of the seeds' losses is the lowest."""
-    losses: dict[float, list[float]] = collections.defaultdict(list)
-    for result in grid:
-        losses[result.learning_rate].append(result.final_loss)
-    return min(losses, key=lambda rate: statistics.fmean(losses[rate]))
+def batches_within(
+    options: argparse.Namespace,
+    sizes: Sizes,
+    names: Sequence[str],
+    run_all: Callable[[list[Wanted]], list[Result]],
+) -> int:
+    """How many batches a run may have, so that all runs take ``--budget``."""
+    start = time.perf_counter()
+    also, rate = tuple(options.also), options.rates[0]
+    tried = run_all(
+        [Wanted(sizes, name, SYNCHRONOUS, rate, SEED_OF_GRID, NUM_LOOKS, also) for name in names]
+    )
+    taken = time.perf_counter() - start
+    of_one = len(methods(0)) * options.seeds + len(options.rates)
+    seconds = sum(result.seconds_of_batch for result in tried) * of_one / options.jobs
+    left = 0.9 * (60 * options.budget - taken)  # a tenth for looks, and for what is between
+    return max(2 * NUM_LOOKS, int(left / seconds))
 
 
-def run_study(
-    study: Study, sizes: Sizes, only: Sequence[str], passes: int, workers: Workers
-) -> Table:
-    """Makes the first passes' runs; tables have what is kept of all."""
-    rates: dict[str, float] = {}
-    everything: dict[Wanted, None] = {}
-    for number, each in enumerate(study.passes):
-        names = [name for name in each.optimizers if name in only]
-        make = workers.run_all if number < passes else workers.kept
-        for name in (name for name in names if name not in rates):
-            tried = [
-                Wanted(name, SYNCHRONOUS, rate, seed, study.num_batches, sizes)
-                for seed in study.seeds_of_grid
-                for rate in study.rates
-            ]
-            grid = make(tried)
-            if len(grid) == len(tried):
-                rates[name] = best_rate(grid)
-        wanted = [
-            Wanted(name, method, rates[name] * factor, seed, study.num_batches, sizes, way)
-            for factor, seed in itertools.product(each.factors, range(each.num_seeds))
-            for name in names
-            if name in rates
-            for method, way in [
-                *((m, EMULATED) for m in each.methods),
-                (SYNCHRONOUS, ROWS_REVERSED),
-            ]
-        ]
-        make(wanted)
-        everything.update(dict.fromkeys(wanted))
-    return Table(rates, workers.kept(list(everything)))
+def table(results: Sequence[Result]) -> str:
+    """In Markdown: losses at equal tokens, and times to equal loss."""
+    speeds = [f"{d} stages, {m} microbatches" for d, m in SIZES]
+    lines = [
+        "| optimizer, learning rate | method | held-out loss | against synchronous | "
+        + " | ".join(f"speed at equal loss: {speed}" for speed in speeds)
+        + " |",
+        "|---|---|---|---|" + "---|" * len(speeds),
+    ]
+    for name in dict.fromkeys(result.optimizer for result in results):
+        mine = [result for result in results if result.optimizer == name]
+        synchronous = [r for r in mine if r.method == SYNCHRONOUS.name]
+        for method in dict.fromkeys(r.method for r in mine):
+            runs = [r for r in mine if r.method == method]
+            title = f"{name}, {runs[0].learning_rate:g}" if method == SYNCHRONOUS.name else ""
+            lines.append(f"| {title} | {method} | " + " | ".join(cells(runs, synchronous)) + " |")
+    return "\n".join(lines)
 
 
-@dataclasses.dataclass
-class Row:
-    """A method of an optimizer, against synchronous training at the best rate of that.
+def cells(runs: Sequence[Result], synchronous: Sequence[Result]) -> list[str]:
+    finals = [result.final_loss for result in runs]
+    if not all(map(math.isfinite, finals)):
+        return ["diverged"] + ["-"] * (1 + len(SIZES))
+    deviation = statistics.stdev(finals) if len(finals) > 1 else 0.0
+    loss = f"{statistics.fmean(finals):.4f} ± {deviation:.4f}"
+    if runs[0].method == SYNCHRONOUS.name:
+        return [loss, "", *["1"] * len(SIZES)]
+    gaps = [
+        mine.final_loss / its.final_loss - 1 for mine, its in zip(runs, synchronous, strict=True)
+    ]
+    gap = statistics.fmean(gaps)
+    held = "within" if gap <= BOUND else "beyond"
+    against = f"{100 * gap:+.2f} % ({held} {100 * BOUND:g} %)"
+    slower = statistics.fmean(
+        batches_ratio(mine.losses, its.losses) for mine, its in zip(runs, synchronous, strict=True)
+    )
+    return [loss, against, *(f"{(m + d - 1) / m / slower:.2f}" for d, m in SIZES)]
 
-    Attributes:
-        over: by how much its loss is higher, in percent, mean and deviation of the seeds.
-        pace: synchronous training's batches until a loss that both reach, over its own.
-        best_factor, best_over: at its own best rate, over the synchronous one's best.
-        uncorrected: as ``over``, evaluated without the correction.
+
+def batches_ratio(mine: Sequence[float], synchronous: Sequence[float]) -> float:
+    """Batches until a loss that both reach, over the synchronous run's.
+
+    It is the higher one of the two final losses. 1F1B's batch takes (m + d - 1) / m of 2BW's.
     """
-
-    optimizer: str
-    method: str
-    learning_rate: float
-    num_seeds: int
-    loss: float
-    over: float
-    deviation: float
-    pace: float
-    uncorrected: float | None
-    best_factor: float
-    best_over: float
-
-
-class Table:
-    """Of a study's results, as many as there are."""
-
-    def __init__(self, rates: dict[str, float], results: Sequence[Result]) -> None:
-        self._rates = rates
-        self.results = results
-        self._found = {(r.optimizer, r.method, r.learning_rate, r.seed): r for r in results}
-
-    def rows(self) -> list[Row]:
-        pairs = dict.fromkeys((optimizer, method) for optimizer, method, _, _ in self._found)
-        rows = [self._row(*pair) for pair in pairs]
-        return sorted(
-            (row for row in rows if row), key=lambda row: list(self._rates).index(row.optimizer)
-        )
-
-    def _runs(self, optimizer: str, method: str, rate: float) -> dict[int, Result]:
-        return {
-            seed: result
-            for (*of, seed), result in self._found.items()
-            if of == [optimizer, method, rate]
-        }
-
-    def _row(self, optimizer: str, method: str) -> Row | None:
-        rate = self._rates[optimizer]
-        reference = self._runs(optimizer, SYNCHRONOUS.name, rate)
-        mine = {s: r for s, r in self._runs(optimizer, method, rate).items() if s in reference}
-        if not mine:
-            return None
-        pairs = [(result, reference[seed]) for seed, result in mine.items()]
-        over = [100 * (a.final_loss / b.final_loss - 1) for a, b in pairs]
-        plain = [
-            100 * (a.uncorrected_loss / b.final_loss - 1) for a, b in pairs if a.uncorrected_loss
-        ]
-        factor, loss = self._best(optimizer, method)
-        _, least = self._best(optimizer, SYNCHRONOUS.name)
-        return Row(
-            optimizer,
-            method,
-            rate,
-            len(mine),
-            statistics.fmean(a.final_loss for a, _ in pairs),
-            statistics.fmean(over),
-            statistics.stdev(over) if len(over) > 1 and all(map(math.isfinite, over)) else 0.0,
-            statistics.fmean(pace(a.losses, b.losses) for a, b in pairs),
-            statistics.fmean(plain) if plain else None,
-            factor,
-            100 * (loss / least - 1),
-        )
-
-    def _best(self, optimizer: str, method: str) -> tuple[float, float]:
-        """Of the rates with as many seeds as the best one has without a delay: factor and loss."""
-        rate = self._rates[optimizer]
-        num_seeds = len(self._runs(optimizer, method, rate))
-        means = {
-            factor: statistics.fmean(r.final_loss for r in runs.values())
-            for factor in (1.0, 0.5, 2.0)
-            if len(runs := self._runs(optimizer, method, factor * rate)) >= num_seeds
-        }
-        factor = min(means, key=means.__getitem__)
-        return factor, means[factor]
-
-    def __str__(self) -> str:
-        """In Markdown."""
-        lines = [
-            "| optimizer, learning rate | method | seeds | held-out loss | over synchronous | "
-            "evaluated at w | pace to equal loss | own best rate | both at their best |",
-            "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-        ]
-        for row in self.rows():
-            plain = "" if row.uncorrected is None else f"{row.uncorrected:+.2f} %"
-            lines.append(
-                f"| {row.optimizer}, {row.learning_rate:g} | {row.method} | {row.num_seeds} | "
-                f"{row.loss:.4f} | {row.over:+.2f} ± {row.deviation:.2f} % | {plain} | "
-                f"{row.pace:.3f} | {row.best_factor:g} times | {row.best_over:+.2f} % |"
-            )
-        return "\n".join(lines)
-
-
-def pace(mine: Sequence[float], synchronous: Sequence[float]) -> float:
-    """Of the synchronous run's batches until a loss that both reach, over the other one's."""
-    if not math.isfinite(mine[-1]):
-        return 0.0
     loss = max(mine[-1], synchronous[-1])
-    return reached(synchronous, loss) / reached(mine, loss)
+    return reached(mine, loss) / reached(synchronous, loss)
 
 
 def reached(losses: Sequence[float], loss: float) -> float:
@@ -555,100 +402,45 @@ def reached(losses: Sequence[float], loss: float) -> float:
     raise AssertionError("the final loss is reached")
 
 
-def run_sample(sizes: Sizes, num_batches: int, only: Sequence[str], workers: Workers) -> str:
-    """The losses of the ways to train, and whether the weights' bits are the pipeline's."""
-    lines = [f"| optimizer | method | {' | '.join(WAYS)} |", "|---|---|" + "---:|" * len(WAYS)]
-    for name, method in SAMPLE:
-        if name not in only:
-            continue
-        wanted = Wanted(name, method, 0.002, 0, num_batches, sizes)
-        results = workers.run_all([dataclasses.replace(wanted, way=way) for way in WAYS])
-        cells = [
-            f"{result.final_loss:.6f}, "
-            + ("the" if result.weights == results[0].weights else "other")
-            for result in results
-        ]
-        lines.append(f"| {name} | {method.name} | {' bits | '.join(cells)} bits |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    options = parse_options()
-    where = machine()
-    print(describe(where), flush=True)
-    with Workers(options.jobs, options.kept) as workers:
-        if options.study == "sample":
-            print(run_sample(options.sizes, options.num_batches, options.only, workers))
-            return
-        study = dataclasses.replace(STUDIES[options.study], num_batches=options.num_batches)
-        table = run_study(study, options.sizes, options.only, options.passes, workers)
-    print(f"\n{table}")
-    if options.json is not None:
-        report = {
-            "command": " ".join(["python", *sys.argv]),
-            "machine": where,
-            "measure": "held-out loss",
-            "batches": options.num_batches,
-            "sizes": dataclasses.asdict(options.sizes),
-            "rows": list(map(as_json, table.rows())),
-        }
-        options.json.write_text(compact(report))
-    if options.pictures is not None:
-        draw_all(table, options)
-
-
-def as_json(row: Row) -> dict[str, Any]:
-    """Infinities, for which JSON has no word, as None."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in dataclasses.asdict(row).items()
+def as_json(result: Result) -> dict[str, Any]:
+    """Infinities and NaNs, for which JSON has no word, as None."""
+    losses = [round(loss, 5) if math.isfinite(loss) else None for loss in result.losses]
+    seconds = {
+        "seconds_of_batch": round(result.seconds_of_batch, 5),
+        "seconds": round(result.seconds, 1),
     }
-
-
-def draw_all(table: Table, options: argparse.Namespace) -> None:
-    """The losses by batch, of the deepest pipelines at the best rate without a delay."""
-    from pictures import draw
-
-    drawn = {(row.optimizer, row.learning_rate) for row in table.rows()}
-    chosen = [
-        result
-        for result in table.results
-        if (result.optimizer, result.learning_rate) in drawn and result.method in DRAWN
-    ]
-    of_each = collections.Counter((result.optimizer, result.seed) for result in chosen)
-    results = [
-        {"task": "byte GPT", **dataclasses.asdict(result)}
-        for result in chosen
-        if of_each[result.optimizer, result.seed] == len(DRAWN)  # not those that are under way
-    ]
-    window = options.num_batches / NUM_LOOKS
-    report = {"measure": "held-out loss", "window": window, "results": results}
-    draw(report, options.pictures, f"which_optimizer_{options.study}")
+    return {**dataclasses.asdict(result), "losses": losses, **seconds}
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     add = parser.add_argument
-    add("study", nargs="?", choices=("short", "long", "sample"), default="short")
-    add("--only", action="append", choices=OPTIMIZERS, help="of all optimizers, those so named")
-    add("--passes", type=int, default=9, help="only the first of the study; 0: tables what is kept")
+    add("--seeds", type=int, default=3, help="runs of each kind")
+    add("--batches", type=int, default=400, help="of a run")
+    add("--budget", type=float, metavar="MINUTES", help="as many batches as all runs fit there")
     add("--jobs", type=int, default=1, help="runs at a time, of one thread each")
-    add("--kept", type=Path, metavar="PATH", help="in place of which_optimizer.jsonl beside this")
-    add("--json", type=Path, metavar="PATH", help="write the table there")
-    add("--pictures", type=Path, metavar="FOLDER", help="draw the losses there")
+    add("--layers", type=int, default=3)
+    add("--width", type=int, default=128)
+    add("--context", type=int, default=64, help="bytes in a row")
+    add("--rows", type=int, default=16, help="of a batch")
+    add("--also", action="append", default=[], metavar="NAME=MODULE:CLASS", help="an optimizer")
+    add("--only", action="append", metavar="NAME", help="of all optimizers, those so named")
     add("--smoke", action="store_true", help="quick: the losses mean nothing")
+    add("--runs", type=Path, metavar="PATH", help="keep each run there, repeat none that is there")
+    add("--json", type=Path, metavar="PATH", help="write the results there")
+    add("--pictures", type=Path, metavar="FOLDER", help="draw them there")
     options = parser.parse_args()
-    options.only = options.only or list(OPTIMIZERS)
-    options.sizes = Sizes()
-    options.num_batches = STUDIES[
-        "short" if options.study == "sample" else options.study
-    ].num_batches
+    known = optimizers(options.also)
+    for name in options.only or ():
+        if name not in known:
+            parser.error(f"--only: {name}, known are {'; '.join(known)}")
+    options.rates = LEARNING_RATES
     if options.smoke:
-        options.sizes, options.num_batches = Sizes(3, 16, 16, 32, 32), NUM_LOOKS
-        options.only, options.passes = options.only[:1], 1
-        SAMPLE[1:] = []
-    elif options.kept is None:
-        options.kept = Path(__file__).with_suffix(".jsonl")
+        options.seeds, options.batches, options.budget = 1, NUM_LOOKS, None
+        options.layers, options.width, options.context, options.rows = 1, 32, 16, 4
+        options.rates = LEARNING_RATES[:1]
     return options
 
 
