@@ -645,7 +645,9 @@ def parse_options() -> argparse.Namespace:
     ].num_batches
     if options.smoke:
         options.sizes, options.num_batches = Sizes(3, 16, 16, 32, 32), NUM_LOOKS
-        options.only, options.passes = options.only[:1], 1
+        options.only = options.only[:1]
+        few = Pass(options.only, methods((4,)), num_seeds=1)
+        STUDIES[options.study] = Study(NUM_LOOKS, LADDER[1:2], (100,), [few])
         SAMPLE[1:] = []
     elif options.kept is None:
         options.kept = Path(__file__).with_suffix(".jsonl")
