@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..model.checkpoint import PART
 from ..model.local_shards import Part
 
 Place = tuple[str, ...]
 """The files of a tensor's parts, in their order; one file has the whole tensor."""
-
-_PART = re.compile(r"@(\d+)-of-(\d+)/(.+)", re.DOTALL)
 
 
 def name_of_part(name: str, number: int, num_parts: int) -> str:
@@ -22,7 +20,7 @@ def name_of_part(name: str, number: int, num_parts: int) -> str:
 
 def split_name(saved: str) -> tuple[str, int, int]:
     """A tensor's name, the number of the part that was saved so, and how many there are."""
-    found = _PART.fullmatch(saved)
+    found = PART.fullmatch(saved)
     return (found[3], int(found[1]), int(found[2])) if found else (saved, 0, 1)
 
 

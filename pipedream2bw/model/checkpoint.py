@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,10 @@ _NAMES_IN_A_FOLDER = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
+
+
+PART = re.compile(r"@(\d+)-of-(\d+)/(.+)", re.DOTALL)
+"""A name under which a process of a tensor-parallel stage saves its part of a tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +64,14 @@ def open_checkpoint(path: str | os.PathLike[str], prefix: str = "") -> Checkpoin
     if not place.exists():
         raise ValueError(f"checkpoint: {place} does not exist, it must be a file or a folder")
     try:
-        return _open(place).under(prefix)
+        found = _open(place)
+        if parts := [name for name in found.names if PART.fullmatch(name)]:
+            raise ValueError(
+                f"checkpoint {place}: {parts[0]} is one process's part of a tensor, entries must "
+                "be whole: write whole ones by `pipedream2bw checkpoint export`, or go on with the "
+                "run by pipedream2bw.load()"
+            )
+        return found.under(prefix)
     except (ValueError, ImportError):
         raise
     except Exception as error:
