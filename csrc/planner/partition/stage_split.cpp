@@ -5,8 +5,6 @@
 #include "planner/partition/split_costs.h"
 
 #include <algorithm>
-#include <bit>
-#include <cstdint>
 #include <numeric>
 #include <ranges>
 
@@ -96,167 +94,13 @@ MemoryFit fit_memory(const SplitCosts& costs) {
   return fit;
 }
 
-// ---------------------------------------------------------------- stages as bits
-
-// Positions 0 .. n as bits, 64 in a word.
-using Positions = std::vector<std::uint64_t>;
-
-bool has(const Positions& positions, int i) { return positions[i / 64] >> (i % 64) & 1; }
-void add(Positions& positions, int i) { positions[i / 64] |= std::uint64_t{1} << (i % 64); }
-
-// For a search between two limits, `low`, below which no split is, and `high`, which one achieves.
-// Looks at every stage whose compute alone is at most `high`. Keeps a row for each first piece: the
-// words of positions that hold its ends, with one bit for each end (and each slowness).
-class StageRows {
- public:
-  // A stage that costs low .. high.
-  struct Pending {
-    Cost cost = 0;
-    int slowness = 0;
-    int first = 0;
-    int end = 0;
-  };
-
-  // Has the bits of stages below `low`; those of low .. high become `pending`.
-  StageRows(const SplitCosts& costs, const MemoryFit& memory, Cost low, Cost high)
-      : costs_(costs), memory_(memory), bits_(costs.slownesses().size()) {
-    const int n = costs.num_pieces();
-    const double fastest = *std::min_element(costs.slownesses().begin(), costs.slownesses().end());
-    int end = 0;
-    for (int a = 0; a < n; ++a) {
-      end = std::max(end, a);
-      while (end < n && costs.compute(fastest, a, end + 1) <= high) ++end;
-      int within = a;  // the memory of any stage
-      for (const std::vector<int>& farthest : memory.farthest) {
-        within = std::max(within, farthest[a]);
-      }
-      reach_.push_back(end);
-      row_end_.push_back(std::min(end, within));
-      add_row(a, low, high);
-    }
-  }
-
-  std::vector<Pending> pending;
-
-  void set(const Pending& stage, bool value) {
-    const std::uint64_t bit = std::uint64_t{1} << (stage.end % 64);
-    std::uint64_t& bits = bits_[stage.slowness][index(stage.first, stage.end / 64)];
-    bits = value ? bits | bit : bits & ~bit;
-  }
-
-  // The words that may have ends of a stage k which begins at `first`: none if the last one is
-  // before the first one.
-  int first_word(int first) const { return (first + 1) / 64; }
-  int last_word(int k, int first) const {
-    const int last = std::min(row_end_[first], memory_.farthest[k][first]);
-    return last > first ? last / 64 : first_word(first) - 1;
-  }
-
-  // The ends of a word that have their bit set and are within the memory of stage k.
-  std::uint64_t ends(int k, int first, int word) const {
-    const std::uint64_t bits = bits_[costs_.slowness_of(k)][index(first, word)];
-    const int more = memory_.farthest[k][first] - 64 * word;  // ends of the word beyond its first
-    return more >= 63 ? bits : bits & ~(~std::uint64_t{1} << more);
-  }
-
-  bool allows(int k, int first, int end) const {
-    return end > first && end / 64 <= last_word(k, first) &&
-           (ends(k, first, end / 64) >> (end % 64) & 1);
-  }
-
-  // The first piece from which a stage, by its compute, may reach the position.
-  int first_that_reaches(int position) const {
-    return static_cast<int>(std::ranges::lower_bound(reach_, position) - reach_.begin());
-  }
-
-  // Whether one of the positions is an allowed end.
-  bool meets(int k, int first, const Positions& positions) const {
-    for (int word = first_word(first); word <= last_word(k, first); ++word) {
-      if (ends(k, first, word) & positions[word]) return true;
-    }
-    return false;
-  }
-
-  // Adds all ends that are allowed to the positions.
-  void add_ends(int k, int first, Positions& positions) const {
-    for (int word = first_word(first); word <= last_word(k, first); ++word) {
-      positions[word] |= ends(k, first, word);
-    }
-  }
-
-  // The farthest end that was looked at.
-  int last_end(int first) const { return row_end_[first]; }
-
- private:
-  void add_row(int first, Cost low, Cost high) {
-    const int end = row_end_[first];
-    row_begin_.push_back(bits_.front().size());
-    if (end == first) return;
-    for (auto& bits : bits_) bits.resize(row_begin_[first] + (end / 64 - first_word(first) + 1), 0);
-    Messages messages;
-    for (int b = first + 1; b <= end; ++b) {
-      costs_.extend(messages, first, b - 1);
-      for (int s = 0; s < static_cast<int>(bits_.size()); ++s) {
-        const Cost cost = costs_.compute(costs_.slownesses()[s], first, b) + messages.cost();
-        if (cost < low) {
-          set({cost, s, first, b}, true);
-        } else if (cost <= high) {
-          pending.push_back({cost, s, first, b});
-        }
-      }
-    }
-  }
-
-  std::size_t index(int first, int word) const {
-    return row_begin_[first] + static_cast<std::size_t>(word - first_word(first));
-  }
-
-  const SplitCosts& costs_;
-  const MemoryFit& memory_;
-  std::vector<int> reach_;              // by first piece: the farthest end by compute, increasing
-  std::vector<int> row_end_;            // by first piece: the farthest end looked at
-  std::vector<std::size_t> row_begin_;  // by first piece: where its words begin
-  std::vector<std::vector<std::uint64_t>> bits_;  // by slowness
-};
-
-// [k]: from where stages k .. d - 1 can cover the rest, all of them allowed. For k > 0 left out:
-// positions that no stages 0 .. k - 1 of at most `limit` reach.
-std::vector<Positions> coverable(const SplitCosts& costs, const StageRows& rows, Cost limit) {
-  const int n = costs.num_pieces();
-  const int d = costs.num_stages();
-  // The last position that stages 0 .. k - 1 may reach by their compute. The margin is for what
-  // rounding a product with the slowness took away.
-  std::vector<int> reached(d, 0);
-  double capacity = 0;
-  for (int k = 1; k < d; ++k) {
-    capacity += (static_cast<double>(limit) + 1) / costs.rule(k - 1).slowness * (1 + 1e-9);
-    int& last = reached[k] = reached[k - 1];
-    while (last < n && static_cast<double>(costs.compute(0, last + 1)) <= capacity) ++last;
-  }
-
-  std::vector<Positions> from(d + 1, Positions(n / 64 + 1, 0));
-  add(from[d], n);
-  int next = n;  // the first position of from[k + 1]
-  for (int k = d - 1; k >= 0; --k) {
-    const int last = std::min(reached[k], n - (d - k));
-    int first = n;
-    for (int a = std::max(k, rows.first_that_reaches(next)); a <= last; ++a) {
-      if (!rows.meets(k, a, from[k + 1])) continue;
-      add(from[k], a);
-      first = std::min(first, a);
-    }
-    next = first;
-  }
-  return from;
-}
-
 // ---------------------------------------------------------------- the split
 
 // No split's slowest stage takes less: every piece is on some stage, and all share the whole.
 Cost lower_bound(const SplitCosts& costs) {
   const int n = costs.num_pieces();
   Cost bound = 0;
-  const double fastest = *std::min_element(costs.slownesses().begin(), costs.slownesses().end());
+  const double fastest = std::ranges::min(costs.slownesses());
   for (int i = 0; i < n; ++i) bound = std::max(bound, costs.compute(fastest, i, i + 1));
   double speed = 0;
   for (int k = 0; k < costs.num_stages(); ++k) speed += 1 / costs.rule(k).slowness;
@@ -264,144 +108,85 @@ Cost lower_bound(const SplitCosts& costs) {
   return std::max(bound, static_cast<Cost>(share * (1 - 1e-9)));
 }
 
-// Makes each stage as long as `limit` and memory allow; the slowest stage of what comes out.
-std::optional<Cost> slowest_of_greedy(const SplitCosts& costs, const MemoryFit& memory,
-                                      Cost limit) {
-  Cost slowest = 0;
-  for (int k = 0, a = 0; k < costs.num_stages(); ++k) {
-    const double slowness = costs.rule(k).slowness;
-    int end = a;
-    Cost cost_of_end = 0;
-    Messages messages;
-    for (int b = a + 1; b <= memory.farthest[k][a]; ++b) {
-      costs.extend(messages, a, b - 1);
-      const Cost compute = costs.compute(slowness, a, b);
-      if (compute > limit) break;
-      if (!memory.may_begin[k + 1][b] || compute + messages.cost() > limit) continue;
-      end = b;
-      cost_of_end = compute + messages.cost();
-    }
-    if (end == a) return std::nullopt;
-    slowest = std::max(slowest, cost_of_end);
-    a = end;
-  }
-  return slowest;
-}
-
-// An upper bound, close to the lowest that greedy splits achieve.
-Cost upper_bound(const SplitCosts& costs, const MemoryFit& memory, Cost low) {
-  Cost high = slowest_of_greedy(costs, memory, kInfiniteCost).value();
-  while (high - low > high / 1024) {
-    const Cost middle = low + (high - low) / 2;
-    if (const std::optional<Cost> slowest = slowest_of_greedy(costs, memory, middle)) {
-      high = *slowest;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return high;
-}
-
-Cost slowest_of_any(const SplitCosts& costs, const StageRows& rows,
-                    const std::vector<Positions>& from) {
-  Cost slowest = 0;
-  for (int k = 0, a = 0; k < costs.num_stages(); ++k) {
-    int end = a + 1;
-    while (!has(from[k + 1], end) || !rows.allows(k, a, end)) ++end;
-    slowest = std::max(slowest, costs.cost(k, a, end));
-    a = end;
-  }
-  return slowest;
-}
-
-// Bisects the costs of the pending stages; leaves the bits of all stages that cost at most the
-// result.
-Cost smallest_slowest(const SplitCosts& costs, StageRows& rows, Cost high) {
-  std::vector<StageRows::Pending>& pending = rows.pending;
-  const auto costs_less = [](const auto& a, const auto& b) { return a.cost < b.cost; };
-  while (true) {
-    std::erase_if(pending, [&](const auto& stage) { return stage.cost > high; });
-    const auto below = std::partition(pending.begin(), pending.end(),
-                                      [&](const auto& stage) { return stage.cost < high; });
-    if (below == pending.begin()) break;
-    const auto median = pending.begin() + (below - pending.begin()) / 2;
-    std::nth_element(pending.begin(), median, below, costs_less);
-    const Cost limit = median->cost;
-    const auto tried = std::partition(pending.begin(), below,
-                                      [&](const auto& stage) { return stage.cost <= limit; });
-    std::for_each(pending.begin(), tried, [&](const auto& stage) { rows.set(stage, true); });
-    const std::vector<Positions> from = coverable(costs, rows, limit);
-    if (has(from[0], 0)) {
-      high = slowest_of_any(costs, rows, from);
-      std::for_each(pending.begin(), tried, [&](const auto& stage) { rows.set(stage, false); });
-    } else {
-      pending.erase(pending.begin(), tried);
-    }
-  }
-  for (const StageRows::Pending& stage : pending) rows.set(stage, true);
-  return high;
-}
-
-// The positions of `from` that stages from piece 0 on reach.
-std::vector<Positions> on_some_split(const SplitCosts& costs, const StageRows& rows,
-                                     const std::vector<Positions>& from) {
-  std::vector<Positions> on = {from[0]};
-  for (int k = 0; k < costs.num_stages(); ++k) {
-    Positions next(from[k].size(), 0);
-    for (int a = k; a < costs.num_pieces(); ++a) {
-      if (has(on[k], a)) rows.add_ends(k, a, next);
-    }
-    for (std::size_t word = 0; word < next.size(); ++word) next[word] &= from[k + 1][word];
-    on.push_back(std::move(next));
-  }
-  return on;
-}
-
-// [k][a]: the least sum of messages of stages k .. d - 1 over the pieces from a on. Looks only into
-// those words of ends that may have something better.
-std::vector<std::vector<Cost>> least_messages(const SplitCosts& costs, const StageRows& rows,
-                                              const std::vector<Positions>& on) {
+// [k]: the first and the last piece that stage k may begin at, if by their compute all stages are
+// to take at most `limit`. The margin is for what rounding a product with the slowness took away.
+std::vector<std::pair<int, int>> begins_by_compute(const SplitCosts& costs, Cost limit) {
   const int n = costs.num_pieces();
   const int d = costs.num_stages();
-  const std::size_t num_words = n / 64 + 1;
+  const auto of_stage = [&](int k) {
+    return (static_cast<double>(limit) + 1) / costs.rule(k).slowness * (1 + 1e-9);
+  };
+  std::vector<std::pair<int, int>> begins(d);
+  double before = 0;  // that the stages before k may take
+  for (int k = 0, last = 0; k < d; before += of_stage(k++)) {
+    while (last < n && static_cast<double>(costs.compute(0, last + 1)) <= before) ++last;
+    begins[k].second = std::min(last, n - (d - k));
+  }
+  double after = 0;  // that stage k and those after it may take
+  for (int k = d - 1, first = n; k >= 0; --k) {
+    after += of_stage(k);
+    while (first > 0 && static_cast<double>(costs.compute(first - 1, n)) <= after) --first;
+    begins[k].first = std::max(first, k);
+  }
+  return begins;
+}
+
+// [k][a]: the least that stages k .. d - 1 over the pieces from a on come to, all of them within
+// memory and of at most `limit`; kInfiniteCost where there are none. `join` gives what a stage and
+// those after it come to together, of its cost, its messages and theirs. What is at most `enough`
+// counts as the least.
+template <typename Join>
+std::vector<std::vector<Cost>> least_of_rest(const SplitCosts& costs, const MemoryFit& memory,
+                                             Cost limit, Cost enough, Join&& join) {
+  const int n = costs.num_pieces();
+  const int d = costs.num_stages();
+  const double fastest = std::ranges::min(costs.slownesses());
+  const std::vector<std::pair<int, int>> begins = begins_by_compute(costs, limit);
   std::vector<std::vector<Cost>> least(d + 1, std::vector<Cost>(n + 1, kInfiniteCost));
-  std::vector<std::vector<Cost>> least_of_word(d + 1, std::vector<Cost>(num_words, kInfiniteCost));
-  least[d][n] = least_of_word[d][n / 64] = 0;
-  // The messages of the stages that begin at a, by end, and the least of each word.
-  std::vector<Cost> from_here(n + 1);
-  std::vector<Cost> from_here_of_word(num_words);
+  least[d][n] = 0;
+  // Of the stages that begin at a, by end.
+  std::vector<Cost> messages(n + 1);
+  std::vector<std::vector<Cost>> cost(costs.slownesses().size(), std::vector<Cost>(n + 1));
   for (int a = n - 1; a >= 0; --a) {
-    std::ranges::fill(from_here_of_word, kInfiniteCost);
-    Messages messages;
-    for (int end = a + 1; end <= rows.last_end(a); ++end) {
-      costs.extend(messages, a, end - 1);
-      from_here[end] = messages.cost();
-      Cost& of_word = from_here_of_word[end / 64];
-      of_word = std::min(of_word, from_here[end]);
+    Messages of_stage;
+    int last = a;
+    while (last < n && costs.compute(fastest, a, last + 1) <= limit) {
+      costs.extend(of_stage, a, last++);
+      messages[last] = of_stage.cost();
+      for (std::size_t s = 0; s < cost.size(); ++s) {
+        cost[s][last] = costs.compute(costs.slownesses()[s], a, last) + messages[last];
+      }
     }
     for (int k = 0; k < d; ++k) {
-      if (!has(on[k], a)) continue;
+      if (a < begins[k].first || a > begins[k].second) continue;
+      const std::vector<Cost>& of_end = cost[costs.slowness_of(k)];
       Cost best = kInfiniteCost;
-      for (int word = rows.first_word(a); word <= rows.last_word(k, a); ++word) {
-        if (from_here_of_word[word] + least_of_word[k + 1][word] >= best) continue;
-        for (std::uint64_t left = rows.ends(k, a, word); left != 0; left &= left - 1) {
-          const int end = 64 * word + std::countr_zero(left);
-          best = std::min(best, from_here[end] + least[k + 1][end]);
-        }
+      for (int end = a + 1; end <= std::min(last, memory.farthest[k][a]) && best > enough; ++end) {
+        if (of_end[end] > limit) continue;
+        best = std::min(best, join(of_end[end], messages[end], least[k + 1][end]));
       }
       least[k][a] = best;
-      least_of_word[k][a / 64] = std::min(least_of_word[k][a / 64], best);
     }
   }
   return least;
 }
 
+// There has to be a split. Looks at stages up to a limit that rises until there is one.
+Cost smallest_slowest(const SplitCosts& costs, const MemoryFit& memory) {
+  const auto slowest = [](Cost cost, Cost, Cost rest) { return std::max(cost, rest); };
+  const Cost low = lower_bound(costs);
+  for (Cost limit = low, step = low / 16 + 1;; step *= 2) {
+    limit += step;
+    const Cost found = least_of_rest(costs, memory, limit, low, slowest)[0][0];
+    if (found < kInfiniteCost) return found;
+  }
+}
+
 // The first piece of each stage of the split with the smallest sum of message costs, of several the
-// one with the earliest cuts, among those whose stages are all allowed. There has to be one. `from`
-// is coverable()'s.
-std::vector<int> cheapest_split(const SplitCosts& costs, const StageRows& rows,
-                                const std::vector<Positions>& from) {
-  const auto rest = least_messages(costs, rows, on_some_split(costs, rows, from));
+// one with the earliest cuts, among those whose stages cost at most `limit`. There has to be one.
+std::vector<int> cheapest_split(const SplitCosts& costs, const MemoryFit& memory, Cost limit) {
+  const auto sum = [](Cost, Cost messages, Cost rest) { return messages + rest; };
+  const auto rest = least_of_rest(costs, memory, limit, 0, sum);
   PD2_ASSERT(rest[0][0] < kInfiniteCost);
   std::vector<int> firsts = {0};
   for (int k = 0; k + 1 < costs.num_stages(); ++k) {
@@ -409,9 +194,9 @@ std::vector<int> cheapest_split(const SplitCosts& costs, const StageRows& rows,
     Messages messages;
     int b = a;
     do {
-      PD2_ASSERT(b < costs.num_pieces());
+      PD2_ASSERT(b < memory.farthest[k][a]);
       costs.extend(messages, a, b++);
-    } while (rest[k + 1][b] + messages.cost() != rest[k][a] || !rows.allows(k, a, b));
+    } while (rest[k + 1][b] + messages.cost() != rest[k][a] || costs.cost(k, a, b) > limit);
     firsts.push_back(b);
   }
   return firsts;
@@ -423,12 +208,9 @@ std::optional<StageSplit> split_stages(const StageSplitProblem& problem) {
   const SplitCosts costs(problem);
   const MemoryFit memory = fit_memory(costs);
   if (!memory.fits()) return std::nullopt;
-  const Cost low = lower_bound(costs);
-  const Cost high = upper_bound(costs, memory, low);
-  StageRows rows(costs, memory, low, high);
-  const Cost slowest = smallest_slowest(costs, rows, high);
+  const Cost slowest = smallest_slowest(costs, memory);
   StageSplit split = {.first_layers = {}, .slowest = costs.seconds(slowest)};
-  for (const int piece : cheapest_split(costs, rows, coverable(costs, rows, slowest))) {
+  for (const int piece : cheapest_split(costs, memory, slowest)) {
     split.first_layers.push_back(costs.first_layer(piece));
   }
   return split;

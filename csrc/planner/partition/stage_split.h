@@ -110,12 +110,10 @@ struct StageSplit {
 // to rounding the costs to 2^-60 of their sum (which makes equal sums compare equal). nullopt:
 // nothing fits.
 //
-// Method: of a limit on the slowest stage it is known which stages [first, end) keep it, and
-// whether d of them cover the layers is a search from the back over sets of positions; the limit is
-// bisected among costs that stages really have. Of P stages whose compute is at most what a greedy
-// split achieves (about n^2 / d; n^2 / 2 where one layer is slower than all others together) it
-// looks at each once and takes O(d P / 64) steps for each of O(log P) limits. Ties take O(d P) at
-// worst, O(d P / 64) where bounds on 64 ends at a time decide.
+// Method: of stages that cost at most a limit, which rises until d of them cover the layers, the
+// best rest from each position on, from the back. A second time with the result as the limit, for
+// ties. Takes O(d P) steps for P stages whose compute is at most the limit: about 2 n^2 / d of
+// them, n^2 / 2 where one layer is slower than all others together.
 //
 // The problem is not checked: there must be as many allowed cuts as stages - 1, producers come
 // before their consumers, and amounts are finite and >= 0.
