@@ -129,15 +129,23 @@ def _check_rules(
 
 
 def stepping(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> list[Stepping]:
-    """The optimizers, with the dtypes of this process's parameters that they step."""
+    """The optimizers, with what they step of this process's parameters."""
     dtypes: dict[int, torch.dtype] = {}  # by parameter
     for stage in session.stages:
         keys = map(id, stage.weights.originals)
         dtypes.update(zip(keys, stage.weights.stepped_dtypes(), strict=True))
-    return [
-        Stepping(each, [dtypes[id(p)] for p in parameters_of(each) if id(p) in dtypes])
-        for each in optimizers
-    ]
+    parts = session.local_model.parts()
+    cut = {
+        id(original)
+        for stage in session.stages
+        for name, original in zip(stage.weights.trainable, stage.weights.originals, strict=True)
+        if name in parts
+    }
+    found = []
+    for each in optimizers:
+        mine = [id(p) for p in parameters_of(each) if id(p) in dtypes]
+        found.append(Stepping(each, [dtypes[key] for key in mine], not cut.isdisjoint(mine)))
+    return found
 
 
 def _check_kinds(optimizers: Sequence[object]) -> None:

@@ -71,10 +71,16 @@ class OptimizerOptions:
 
 
 class Stepping(NamedTuple):
-    """One of the wrapped optimizers, and the dtypes of the parameters that it steps here."""
+    """One of the wrapped optimizers, and what parameters it steps here.
+
+    Attributes:
+        dtypes: of the parameters.
+        has_shards: whether some are one process's part of a tensor-parallel stage's parameter.
+    """
 
     optimizer: torch.optim.Optimizer
     dtypes: Collection[torch.dtype]
+    has_shards: bool = False
 
     def __repr__(self) -> str:
         dtypes = " and ".join(sorted(map(str, set(self.dtypes))))
@@ -88,9 +94,12 @@ _EACH_BY_ITSELF = (
 """torch's optimizers, which step each parameter as if it were the only one."""
 
 
-def _steps_each_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    kinds = [getattr(torch.optim, name) for name in _EACH_BY_ITSELF]
-    return type(optimizer) in kinds
+_BY_ELEMENT = tuple(name for name in _EACH_BY_ITSELF if name not in ("Adafactor", "Muon"))
+"""Those of them whose step of an element looks at no other."""
+
+
+def _is_one_of(names: Collection[str], optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer) in [getattr(torch.optim, name) for name in names]
 
 
 EXCLUSIONS = exclusions(
@@ -99,10 +108,16 @@ max_grad_norm: given, clip_grad_value: given |
     gradients are clipped by their norm or by value, not both => leave out one of them
 max_grad_norm: given, 'tp' of the mesh: above 1, shards: None |
     nothing tells which parameters are shards of one and which are equal on all
-    => give the model to use_local_shards(model, shards={...}) first; clip_grad_value works
+    => give the model to use_local_shards(model, shards={{...}}) first; clip_grad_value works
 loss_scale: given, 'tp' of the mesh: above 1, shards: None |
     nothing tells which parameters are shards of one and which are equal on all
-    => give the model to use_local_shards(model, shards={...}) first
+    => give the model to use_local_shards(model, shards={{...}}) first
+optimizer: not element by element, 'tp' of the mesh: above 1, shards: None |
+    it may look at a parameter as a whole, and nothing tells which are shards
+    => give the model to use_local_shards(model, shards={{...}}) first
+optimizer: of shards but not element by element, 'tp' of the mesh: above 1 |
+    it may look at a parameter as a whole, of which each process of a stage has a part
+    => it must be one of torch.optim's {", ".join(_BY_ELEMENT)}, and may step all other parameters
 loss_scale: given, schedule: of several delays |
     all stages must read one version, whose scale the loss is multiplied by
     => choose a schedule of one delay
@@ -160,7 +175,11 @@ shard_state: True, optimizer: none of torch.optim's |
         'without "lr" in a group': lambda each: any(
             "lr" not in group for group in each.optimizer.param_groups
         ),
-        "none of torch.optim's": lambda each: not _steps_each_by_itself(each.optimizer),
+        "none of torch.optim's": lambda each: not _is_one_of(_EACH_BY_ITSELF, each.optimizer),
+        "not element by element": lambda each: not _is_one_of(_BY_ELEMENT, each.optimizer),
+        "of shards but not element by element": lambda each: (
+            each.has_shards and not _is_one_of(_BY_ELEMENT, each.optimizer)
+        ),
     },
 )
 """What does not go together in PipelineOptimizer, and with PipelineModule's options."""

@@ -254,6 +254,9 @@ def meshes(rank: int, world: int) -> dict[str, Outcome]:
     with make(tensor_parallel) as pipe:
         own = list(pipe.parameters())
         outcomes["norm"] = attempt(lambda: pd2.PipelineOptimizer(sgd(own), max_grad_norm=1.0))
+        outcomes["unknown optimizer"] = attempt(
+            lambda: pd2.PipelineOptimizer(torch.optim.Adafactor(own))
+        )
         outcomes["whole"] = attempt(pipe.full_state_dict)
         optimizer = pd2.PipelineOptimizer(sgd(own))
         outcomes["checkpoint"] = attempt(lambda: dcp.save({"model": pipe}, checkpoint_id="none"))
@@ -269,6 +272,15 @@ def meshes(rank: int, world: int) -> dict[str, Outcome]:
         unequal[1].up = nn.Parameter(torch.randn(3, WIDTH))
     unequal = pd2.use_local_shards(unequal, SHARDS_OF_BLOCK)
     outcomes["parts"] = attempt(lambda: make(tensor_parallel, model=unequal))
+    cut = nn.Sequential(*(Block(tensor_parallel["tp"]) for _ in range(4)))
+    with make(tensor_parallel, model=pd2.use_local_shards(cut, SHARDS_OF_BLOCK)) as pipe:
+        named = dict(pipe.named_parameters())
+        outcomes["of shards"] = attempt(
+            lambda: pd2.PipelineOptimizer(torch.optim.Adafactor(named.values()))
+        )
+        norms = [p for name, p in named.items() if "norm" in name or name.endswith(".bias")]
+        rest = [p for p in named.values() if not any(p is norm for norm in norms)]
+        pd2.PipelineOptimizer(torch.optim.Adafactor(norms), sgd(rest))
     with make_pipeline(plain, 2, M, batch, width=2) as pipe:
         assert pipe.mesh.mesh.tolist() == [[0, 1], [2, 3]]
         assert pipe.mesh.mesh_dim_names == ("dp", "pp")
@@ -342,6 +354,8 @@ OUTCOMES: Expected = {
     "width": ("ValueError", ["width: 4, 'dp' of the mesh: 2"]),
     "other": ("ValueError", ["mesh must be the same on every rank"]),
     "norm": ("ValueError", ["max_grad_norm: 1.0, 'tp' of the mesh: 2, shards: None"]),
+    "unknown optimizer": ("ValueError", ["Adafactor of torch.float32, 'tp' of the mesh: 2"]),
+    "of shards": ("ValueError", ["'tp' of the mesh: 2: it may look at a parameter as a whole, of"]),
     "whole": ("ValueError", ["full_state_dict()", "'tp' of the mesh: 2"]),
     "checkpoint": ("ValueError", ["torch.distributed.checkpoint", "'tp' of the mesh: 2"]),
     "optimizer's": ("ValueError", ["torch.distributed.checkpoint", "'tp' of the mesh: 2"]),

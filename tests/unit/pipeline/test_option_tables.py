@@ -80,7 +80,8 @@ OTHERS: dict[str, list[Any]] = {
     "'tp' of the mesh": [2],
     "shards": [{"0.weight": 0}],
     "optimizer": [Stepping(make(parameters()), [torch.float32]) for make in OPTIMIZERS]
-    + [Stepping(torch.optim.SGD(parameters()), [torch.float64])],
+    + [Stepping(torch.optim.SGD(parameters()), [torch.float64])]
+    + [Stepping(torch.optim.Adafactor(parameters()), [torch.float32], has_shards=True)],
     "tied parameters": [["head.weight"]],
     "register_comm_hook": [len],
     "fresh forwards": [True],
