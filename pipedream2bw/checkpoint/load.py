@@ -15,7 +15,7 @@ import torch
 
 from ..errors import DamagedCheckpoint
 from ..model.checkpoint import Checkpoint
-from ..model.local_shards import Part
+from ..model.local_shards import Part, refuse_unknown_shards
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.operations import Operation
@@ -299,6 +299,8 @@ class _Prepared:
         self._opt = opt
         self._user_state = user_state
         manifest = source.manifest
+        if manifest.shards:
+            refuse_unknown_shards("load()", session.facts)
         for file_name in manifest.files:
             source.check_file(file_name, sums=False)
         if opt is not None and manifest.optimizer is None:
@@ -339,8 +341,9 @@ class _Prepared:
                 )  # fmt: skip
         # Whether each rank has generators of its own in the checkpoint.
         replicas = {each.replica for each in manifest.ranks}
-        sizes = (session.control.size, session.grid.width)
-        self._sets_generators = generators and sizes == (len(manifest.ranks), len(replicas))
+        theirs = (len(manifest.ranks), len(replicas), manifest.num_shards)
+        sizes = (session.control.size, session.grid.width, session.grid.num_shards)
+        self._sets_generators = generators and sizes == theirs
         self._check_user_state(schedulers, data)
         self._schedulers, self._data = schedulers, data
 
@@ -438,12 +441,9 @@ class _Prepared:
         return versions
 
     def _read_buffers(self, stage: LocalStage, replica: int) -> dict[str, torch.Tensor]:
-        source = self._source
-        ranks = [part.rank for part in source.manifest.ranks if part.replica == replica]
-        places = source.places(RANK, ranks)
+        source, grid = self._source, self._session.grid
         buffers = stage.weights.named_buffers()
         own, first = buffer_prefix(self._session.grid.pipeline(stage.index)), buffer_prefix(0)
-        saved_as = {n: own + n if own + n in places else first + n for n in buffers}
 
         def fits(name: str, saved: torch.dtype) -> None:
             if saved != buffers[name].dtype:
@@ -452,7 +452,24 @@ class _Prepared:
                     "be equal"
                 )
 
-        return self._read(places, saved_as, buffers, fits)
+        def of_shard(shard: int) -> dict[str, torch.Tensor]:
+            of_both = (replica, shard)
+            ranks = [p.rank for p in source.manifest.ranks if (p.replica, p.shard) == of_both]
+            places = source.places(RANK, ranks)
+            saved_as = {n: own + n if own + n in places else first + n for n in buffers}
+            return self._read(places, saved_as, buffers, fits)
+
+        num_shards = source.manifest.num_shards
+        if num_shards == grid.num_shards:
+            return of_shard(grid.shard)
+        read, *others = map(of_shard, range(num_shards))
+        for other in others:
+            if differing := [n for n in read if not torch.equal(read[n], other[n])]:
+                raise ValueError(
+                    f"buffer {differing[0]}: it differs between the {num_shards} processes of a "
+                    f"stage that saved it: {grid.num_shards} cannot go on with it, {num_shards} can"
+                )
+        return read
 
     def _read(
         self,
@@ -544,11 +561,14 @@ class _Prepared:
 
 
 def _part_of(manifest: Manifest, session: Session) -> RankPart:
-    """The part of the same rank, or of the same replica's first rank, or of the first of all."""
-    rank, replica = session.grid.rank, session.grid.replica
+    """The part of the same rank, else of the same shard or replica, else of the first of all."""
+    rank, replica, shard = session.grid.rank, session.grid.replica, session.grid.shard
     same_grid = session.control.size == len(manifest.ranks)
     parts = sorted(manifest.ranks, key=lambda part: part.rank)
     return next(
         (part for part in parts if same_grid and (part.rank, part.replica) == (rank, replica)),
-        next((part for part in parts if part.replica == replica), parts[0]),
+        next(
+            (part for part in parts if (part.replica, part.shard) == (replica, shard)),
+            next((part for part in parts if part.replica == replica), parts[0]),
+        ),
     )

@@ -19,7 +19,7 @@ class RankPart:
     """What is one process's own.
 
     Attributes:
-        replica: of which the buffers are.
+        replica, shard: of which the buffers are. Earlier versions did not write ``shard``.
         data: the position in the data.
         extra: the user's.
         generators: the states of Python's, NumPy's and torch's random numbers.
@@ -27,6 +27,7 @@ class RankPart:
 
     rank: int
     replica: int
+    shard: int
     data: Any
     extra: Any
     generators: Any
@@ -91,6 +92,11 @@ class Manifest(Document):
     files: Mapping[str, SavedFile] = dataclasses.field(default_factory=dict)
 
     @property
+    def num_shards(self) -> int:
+        """How many processes saved each stage of a replica."""
+        return 1 + max((part.shard for part in self.ranks), default=0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files of tensors."""
         return sum(file.size for file in self.files.values())
@@ -122,6 +128,9 @@ def of_bytes(text: bytes) -> Manifest:
     del document.value["sum"]
     document.value.setdefault("saved_before", 0)
     document.value.setdefault("shards", {})
+    for part in document.value.get("ranks", ()):
+        if isinstance(part, dict):  # else the reading tells
+            part.setdefault("shard", 0)
     return document.read(Manifest)
 
 

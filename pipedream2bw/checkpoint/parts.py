@@ -24,10 +24,14 @@ def split_name(saved: str) -> tuple[str, int, int]:
     return (found[3], int(found[1]), int(found[2])) if found else (saved, 0, 1)
 
 
-def files_of(name: str, place: Place, part: Part | None) -> Mapping[str, str]:
-    """The files of all that is to be read for a process's part, by the names in them."""
+def files_of(name: str, place: Place, part: Part | None, cut: int = 0) -> Mapping[str, str]:
+    """The names to read for a process's part, with the file of each.
+
+    Args:
+        cut: the dimension in which the parts that were saved are cut.
+    """
     num_parts = len(place)
-    if part is not None and part.num_parts == num_parts:
+    if part is not None and (part.num_parts, part.dimension) == (num_parts, cut):
         return {name_of_part(name, part.number, num_parts): place[part.number]}
     return {name_of_part(name, number, num_parts): file for number, file in enumerate(place)}
 
@@ -39,7 +43,7 @@ def part_of_these(
 
     Args:
         tensors: all parts that were saved, in their order.
-        cut: the dimension in which they were.
+        cut: the dimension in which they are.
         like: the whole parameter's shape. What an optimizer keeps of it may have another one.
 
     Raises:

@@ -160,11 +160,19 @@ class Saver:
         refuse_unknown_shards("save()", self.session.facts)
         local = self.session.local_model
         for name in local.persistent_names():
-            if name.startswith("$"):  # in the manifest it would stand for a kind of value
-                raise ValueError(f"{name}: names in a checkpoint must not begin with '$'")
+            # In a manifest "$" stands for a kind of value, and "@" begins the names of parts.
+            if name.startswith(("$", "@")):
+                raise ValueError(f"{name}: names in a checkpoint must not begin with '$' or '@'")
         for name, tensor in (*local.named_parameters(), *local.named_buffers()):
             check_saveable(name, tensor)
-        encode(local.extra_state(), "get_extra_state of the module", {})
+        extra_state, num_shards = local.extra_state(), self.session.grid.num_shards
+        if num_shards > 1 and extra_state:
+            raise ValueError(
+                f"save: module {min(extra_state)!r} has get_extra_state(), 'tp' of the mesh: "
+                f"{num_shards}, it must be 1: a checkpoint has such a state of one process of a "
+                "stage. Keep it in a buffer"
+            )
+        encode(extra_state, "get_extra_state of the module", {})
         if self._opt is not None and self._opt.has_own_step:
             states = generator_states()  # from which an optimizer's step may draw
             try:
@@ -259,6 +267,7 @@ class Saver:
         own = RankPart(
             rank=rank,
             replica=grid.replica,
+            shard=grid.shard,
             data=encoded(_state_of(user_state.data), "data"),
             extra=encoded({n: _state_of(v) for n, v in user_state.extra.items()}, "extra"),
             generators=encoded(generator_states(), "generators"),

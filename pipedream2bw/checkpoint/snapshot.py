@@ -208,7 +208,7 @@ def begin_snapshot(
         copied=saving.copied,
         reads_frozen=any(stage.weights.frozen for stage in stages),
     )
-    copiers = []
+    copiers, parts = [], session.local_model.parts()
     for stage in stages:
         pipeline = grid.pipeline(stage.index)
         oldest = snapshot.batch
@@ -223,7 +223,7 @@ def begin_snapshot(
                 optimizer=optimizer,
                 oldest=oldest,
                 tied=session.local_model.tied_names(),
-                parts=session.local_model.parts(),
+                parts=parts,
                 in_model=in_model,
                 model=session.local_model if pipeline == grid.replica == grid.shard == 0 else None,
             )

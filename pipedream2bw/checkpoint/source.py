@@ -121,7 +121,7 @@ class Source:
         entry = self.header(file_name)[key]
         if len(place) == 1:
             return entry
-        part = Part(self._cut(name), len(place), 0)
+        part = Part(self._cut(name, place), len(place), 0)
         return entry._replace(shape=part.whole_shape(entry.shape))
 
     def read(
@@ -138,7 +138,7 @@ class Source:
             ValueError: what an optimizer kept of other parts cannot be put together.
         """
         wanted = {
-            name: (place, files_of(name, place, (parts or {}).get(name)))
+            name: (place, files_of(name, place, (parts or {}).get(name), self._cut(name, place)))
             for name, place in places.items()
         }
         files = {key: file for _, of_one in wanted.values() for key, file in of_one.items()}
@@ -150,16 +150,16 @@ class Source:
             if is_ready:
                 result[name] = tensors[0]
             else:
-                cut = self._cut(name) if part is None else part.dimension
-                result[name] = part_of_these(name, tensors, cut, self._shape_of(name), part)
+                cut, like = self._cut(name, place), self._shape_of(name)
+                result[name] = part_of_these(name, tensors, cut, like, part)
         return result
 
     def _parameter(self, name: str) -> str:
-        """Of which a tensor is the values, or what an optimizer keeps of it."""
+        """The parameter whose values, or whose optimizer's state, a tensor is."""
         return name if name in self._model_places else name.rpartition("/")[0]
 
-    def _cut(self, name: str) -> int:
-        return self.manifest.shards[self._parameter(name)]
+    def _cut(self, name: str, place: Place) -> int:
+        return self.manifest.shards[self._parameter(name)] if len(place) > 1 else 0
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         parameter = self._parameter(name)

@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -98,56 +98,78 @@ def use_local_shards(
             ("tp", 0)}``.
 
     Raises:
-        ValueError: a pattern fits no parameter, a parameter has no such dimension, or a DTensor is
-            cut in another way than into equal parts over "tp".
+        TypeError: ``shards`` is something else.
+        ValueError: a pattern fits no parameter, a parameter has no such dimension or is given two,
+            or a DTensor is neither replicated nor cut into equal parts over "tp".
     """
-    for module in model.modules():
-        module.__dict__.setdefault(_DIMENSIONS, {})
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[int, int] = {}  # by parameter
+    for name, parameter in named.items():
+        if is_dtensor(parameter) and (dimension := _dimension_of(name, parameter)) is not None:
+            found[id(parameter)] = dimension
+    for pattern, given in (shards or {}).items():
+        _note(pattern, given, named, found)
     made: dict[int, nn.Parameter] = {}  # tied ones stay tied
-    for prefix, module in model.named_modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and is_dtensor(parameter):
-                dtensor: Any = parameter
-                dimension = _dimension_of(f"{prefix}.{name}" if prefix else name, dtensor)
-                if dimension is not None:
-                    module.__dict__[_DIMENSIONS][name] = dimension
+    for module in model.modules():
+        noted = module.__dict__.setdefault(_DIMENSIONS, {})
+        for name, own in list(module._parameters.items()):
+            if id(own) in found:
+                noted[name] = found[id(own)]
+            if own is not None and is_dtensor(own):
+                dtensor: Any = own
                 if id(dtensor) not in made:
                     shard = dtensor.to_local().detach()
                     made[id(dtensor)] = nn.Parameter(shard, dtensor.requires_grad)
                 module._parameters[name] = made[id(dtensor)]
                 _show_as_dtensor(module, name, dtensor)
-    names = dict(model.named_parameters())
-    for pattern, (where, dimension) in (shards or {}).items():
-        fitting = fnmatch.filter(names, pattern)
-        if where != SHARDS or not fitting:
-            raise ValueError(
-                f"shards: {pattern!r}: {(where, dimension)!r} given, it must be a pattern that "
-                f"fits a parameter, with {SHARDS!r} and a dimension. The parameters are: "
-                f"{', '.join(names)}"
-            )
-        for name in fitting:
-            if not 0 <= dimension < names[name].dim():
-                raise ValueError(
-                    f"shards: {pattern!r}: dimension {dimension} given, parameter {name} has "
-                    f"{names[name].dim()} dimensions"
-                )
-            holder, _, own = name.rpartition(".")
-            model.get_submodule(holder).__dict__[_DIMENSIONS][own] = dimension
     return model
 
 
-def shard_dimensions(root: nn.Module) -> dict[str, int] | None:
-    """The dimension in which each parameter is cut, by the names of those that are shards.
+def _note(
+    pattern: str, given: Any, named: Mapping[str, nn.Parameter], found: dict[int, int]
+) -> None:
+    """Puts the dimension of the parameters that a pattern fits into ``found``."""
+    is_pair = isinstance(given, (tuple, list)) and len(given) == 2
+    where, dimension = given if is_pair else (None, None)
+    if where != SHARDS or not isinstance(dimension, int) or isinstance(dimension, bool):
+        raise TypeError(
+            f"shards: {pattern!r}: {given!r} given, it must be ({SHARDS!r}, the dimension of the "
+            "tensor)"
+        )
+    fitting = fnmatch.filter(named, pattern)
+    if not fitting:
+        raise ValueError(
+            f"shards: {pattern!r} fits 0 parameters, it must fit one: {', '.join(named)}"
+        )
+    for name in fitting:
+        parameter = named[name]
+        if not 0 <= dimension < parameter.dim():
+            raise ValueError(
+                f"shards: {pattern!r}: dimension {dimension} given, parameter {name} has "
+                f"{parameter.dim()}: it must be 0 to {parameter.dim() - 1}"
+            )
+        if found.setdefault(id(parameter), dimension) != dimension:
+            raise ValueError(
+                f"shards: {pattern!r}: dimension {dimension} given for parameter {name}, which is "
+                f"cut in dimension {found[id(parameter)]}: give one"
+            )
 
-    None where no module was given to :func:`use_local_shards`.
+
+def shard_dimensions(root: nn.Module) -> dict[str, int] | None:
+    """The dimension in which each parameter is cut, by all names of those that are shards.
+
+    None unless every module with parameters of its own was given to :func:`use_local_shards`.
     """
-    found: dict[str, int] = {}
-    is_known = False
-    for prefix, module in root.named_modules():
-        if (mine := module.__dict__.get(_DIMENSIONS)) is not None:
-            is_known = True
-            found |= {f"{prefix}.{name}" if prefix else name: mine[name] for name in mine}
-    return found if is_known else None
+    cut: dict[int, int] = {}
+    for module in root.modules():
+        noted = module.__dict__.get(_DIMENSIONS)
+        mine = [name for name, each in module._parameters.items() if each is not None]
+        if noted is None and mine:
+            return None
+        noted = noted or {}
+        cut |= {id(module._parameters[name]): noted[name] for name in mine if name in noted}
+    named = root.named_parameters(remove_duplicate=False)
+    return {name: cut[id(parameter)] for name, parameter in named if id(parameter) in cut}
 
 
 def parameter_at(root: nn.Module, name: str) -> nn.Parameter:
@@ -164,14 +186,32 @@ def parts_here(root: nn.Module, number: int, num_parts: int) -> dict[str, Part]:
     Args:
         number: of the process among those of its stage.
     """
-    dimensions = shard_dimensions(root) or {} if num_parts > 1 else {}
-    named = dict(root.named_parameters(remove_duplicate=False))
-    cut = {id(named[name]): dimension for name, dimension in dimensions.items()}
-    return {
-        name: Part(cut[id(parameter)], num_parts, number)
-        for name, parameter in named.items()
-        if id(parameter) in cut
-    }
+    dimensions = (shard_dimensions(root) or {}) if num_parts > 1 else {}
+    return {name: Part(cut, num_parts, number) for name, cut in dimensions.items()}
+
+
+def put_together(
+    of_shards: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]
+) -> dict[str, Any]:
+    """The whole of what each process of a stage has, in their order.
+
+    Raises:
+        ValueError: something that is no shard differs between them.
+    """
+    first, *others = of_shards
+    whole = dict(first)
+    for name in first:
+        if name in parts:
+            whole[name] = torch.cat([each[name] for each in of_shards], parts[name].dimension)
+        elif isinstance(first[name], torch.Tensor):
+            for number, other in enumerate(others, 1):
+                if not torch.equal(first[name], other[name]):
+                    raise ValueError(
+                        f"{name}: process {number} of a stage has other values than process 0, "
+                        "what is no shard must be equal on all. Name it in "
+                        "use_local_shards(model, shards={...}) if it is one"
+                    )
+    return whole
 
 
 def shapes_of_shards(root: nn.Module) -> str:
@@ -184,9 +224,9 @@ def shapes_of_shards(root: nn.Module) -> str:
 def _dimension_of(name: str, dtensor: Any) -> int | None:
     """The dimension in which a DTensor is cut; None if every process has all of it."""
     mesh, placements = dtensor.device_mesh, dtensor.placements
-    (placement,) = placements if len(placements) == 1 else (None,)
-    if placement is not None and placement.is_replicate():
+    if all(placement.is_replicate() for placement in placements):
         return None
+    (placement,) = placements if len(placements) == 1 else (None,)
     cut: int | None = getattr(placement, "dim", None)
     is_equal = cut is not None and dtensor.shape[cut] % mesh.size() == 0
     if not is_equal or (mesh.mesh_dim_names or (SHARDS,)) != (SHARDS,):
@@ -219,6 +259,10 @@ def _show_as_dtensor(module: nn.Module, name: str, like: Any) -> None:
 def _class_with(kind: Any, name: str) -> Any:
     def read(module: nn.Module) -> Any:
         # So that what traces reads of parameters sees this one.
-        return module.__dict__[_DTENSORS][name](nn.Module.__getattr__(module, name))
+        shard = nn.Module.__getattr__(module, name)
+        try:
+            return module.__dict__[_DTENSORS][name](shard)
+        except AttributeError as error:  # after which nn.Module would give the shard
+            raise RuntimeError(f"parameter {name}: no DTensor: {error}") from error
 
     return type(kind.__name__, (kind,), {name: property(read), "__module__": kind.__module__})

@@ -150,8 +150,8 @@ def _refuse_wrapper(kind: str, name: str, tensor: torch.Tensor) -> None:
     if is_wrapper:
         raise ValueError(
             f"{kind} {name}: a {type(tensor).__name__}, which has no memory of its own, it must be "
-            "a plain tensor: keep what the class wraps as parameters or buffers, and make the "
-            "wrapper of them in forward(); or train without quantization"
+            "a plain tensor: keep what it wraps as parameters or buffers, and make it of them in "
+            "forward()"
         )
 
 

@@ -8,7 +8,6 @@ import math
 import torch
 
 from .. import _C
-from ..model.local_shards import shard_dimensions
 from ..ranks.boards import make_board
 from ..runtime.lazy_numbers import LazyNumber
 from ..runtime.local_stages import LocalStage, is_apart_from_host
@@ -86,17 +85,17 @@ def _norm(
 
 
 def _numbers(session: Session) -> tuple[dict[str, int], int]:
-    """The places of the trainable parameters' norms, in the model's order, and how many there are.
+    """Where each trainable parameter's norm is in the table of norms, and the table's length.
 
     Each shard of a tensor-parallel parameter has a place of its own. What all shards of a stage
     hold alike is counted by the first one; its place is -1 in the others.
     """
-    grid, dimensions = session.grid, shard_dimensions(session.root) or {}
+    grid, parts = session.grid, session.local_model.parts()
     places, there = {}, 0
     for name, parameter in session.root.named_parameters():
         if not parameter.requires_grad:
             continue
-        if name in dimensions:
+        if name in parts:
             places[name] = there + grid.shard
             there += grid.num_shards
         else:

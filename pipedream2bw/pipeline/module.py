@@ -17,7 +17,11 @@ from .. import svg
 from .._C import Schedule
 from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
-from ..model.local_shards import refuse_distributed_checkpoint, refuse_unknown_shards
+from ..model.local_shards import (
+    put_together,
+    refuse_distributed_checkpoint,
+    refuse_unknown_shards,
+)
 from ..model.metrics import Metric
 from ..options import Options
 from ..ranks.mesh import mesh_of
@@ -660,8 +664,8 @@ class PipelineModule(nn.Module):
         """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains.
 
         Raises:
-            ValueError: with tensor-parallel stages whose shards :func:`use_local_shards` was not
-                told of.
+            ValueError: of tensor-parallel stages, :func:`use_local_shards` was not told which
+                parameters are shards, or what is none differs between a stage's processes.
         """
         refuse_unknown_shards("full_state_dict()", self.session.facts)
         ending, in_processes = self.session.ending, self.session.grid.in_processes
@@ -679,18 +683,15 @@ class PipelineModule(nn.Module):
             name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in self.session.local_model.state().items()
         }
-        grid, shards = self.session.grid, self.session.local_model.parts()
+        grid, parts = self.session.grid, self.session.local_model.parts()
         if grid.replica > 0:
             mine = {}
-        if grid.shard > 0:
-            mine = {name: value for name, value in mine.items() if name in shards}
-        merged: list[dict[str, Any]] = [{} for _ in range(grid.num_shards)]
-        for shard, part in self.session.gather((grid.shard, mine)):
-            merged[shard] |= part
-        whole = merged[0] | {
-            name: torch.cat([of_one[name] for of_one in merged], shards[name].dimension)
-            for name in merged[0].keys() & shards.keys()
-        }
+        of_shards: list[dict[str, Any]] = [{} for _ in range(grid.num_shards)]
+        for shard, values in self.session.gather((grid.shard, mine)):
+            of_shards[shard] |= values
+        whole = of_shards[0]
+        if grid.num_shards > 1:
+            whole = self.session.together(lambda: put_together(of_shards, parts))
         order = self.session.root.state_dict(keep_vars=True).keys()
         return {name: whole[name] for name in order if name in whole}
 

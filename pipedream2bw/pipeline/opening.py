@@ -18,7 +18,7 @@ from ..accelerator import with_index
 from ..capture.chain import as_root, device_type_of
 from ..checks import check_whole_number
 from ..model.fingerprint import sampled_values
-from ..model.local_shards import shapes_of_shards
+from ..model.local_shards import shapes_of_shards, shard_dimensions
 from ..model.materialize import home_of, materialize
 from ..model.precision import Precision
 from ..model.random_numbers import follow_threads
@@ -94,7 +94,7 @@ def open_session(
         without_values = control.together(
             lambda: capture(checked, grid), same=lambda _: checked.modes.settings()
         )
-        if grid.width > 1:
+        if grid.width > 1 or grid.num_shards > 1:
             check_replicas_alike(checked, grid, control, without_values)
         # Takes the model over: weights into the engine's buffers, threads, channels.
         with control.errors_told():
@@ -255,16 +255,29 @@ def place(checked: Checked, control: ControlPlane) -> RankGrid:
 def check_replicas_alike(
     checked: Checked, grid: RankGrid, control: ControlPlane, without_values: Collection[str]
 ) -> None:
-    """Raises ValueError on all ranks if replicas of a stage have different values.
+    """Raises ValueError on all ranks if processes have different values that must be alike.
 
-    Replica 0's would be everybody's, and gradients of different parameters would be averaged.
+    Those of replicas, as replica 0's would be everybody's, and gradients of different parameters
+    would be averaged; and those of a stage's processes, of parameters that are no shards.
     """
     names = checked.modes.names_in(grid.stages_of_model)
     tensors = dict(checked.root.named_parameters()) | dict(checked.root.named_buffers())
     mine = {name: sampled_values(tensors[name]) for name in names if name not in without_values}
     place = (grid.shard, grid.local_ranks)
     told = control.told_by_all((place, grid.replica, mine))
+    cut = shard_dimensions(checked.root)
+    alike = {name for name, _ in checked.root.named_parameters()} - (cut or {}).keys()
     for rank, (place, replica, values) in enumerate(told):
+        if cut is not None:
+            whole = next(theirs for (shard, at), _, theirs in told if (shard, at) == (0, place[1]))
+            other = sorted(n for n in alike & values.keys() if whole.get(n, values[n]) != values[n])
+            if other:
+                raise ValueError(
+                    f"shards: rank {rank} has other values of {other[0]} and {len(other) - 1} more "
+                    "than another process of its stage, what is no shard must be equal on all. "
+                    "Name it in use_local_shards(model, shards={...}) if it is one. Else call "
+                    "torch.manual_seed() with one seed on every rank before the model is made"
+                )
         first = next(theirs for at, number, theirs in told if at == place and number == 0)
         other = [name for name, value in values.items() if first.get(name, value) != value]
         if other:

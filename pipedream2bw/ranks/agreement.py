@@ -48,7 +48,7 @@ class ControlPlane:
         fault, timeout: its own.
         peers: the processes of all ranks; None with one rank, and once the agreement has ended.
         discards: the first batch that is discarded.
-        untold: what this rank alone raised before it last agreed; others may have waited for it.
+        untold: what this rank raised and could not tell, since others waited for what it left.
         place: this rank, in messages.
     """
 
@@ -91,12 +91,12 @@ class ControlPlane:
             mine = local()
         except Exception as raised:
             error = raised
-        self.untold = error
-        table = self._exchange_rows(operation, number, error is not None, mine or ())
-        if _first_discarded(table) is not None:
-            raise BatchDiscarded()
-        if any(row[2] for row in table):
-            self.agree_on_objects(error, {})
+        with self._telling(error):
+            table = self._exchange_rows(operation, number, error is not None, mine or ())
+            if _first_discarded(table) is not None:
+                raise BatchDiscarded()
+            if any(row[2] for row in table):
+                self.agree_on_objects(error, {})
         if any(row[0] == Operation.read_loss for row in table):
             raise DrainWanted()
         assert mine is not None
@@ -116,6 +116,13 @@ class ControlPlane:
         if self.peers is None:
             return [row]
         return self.peers.exchange(row, operation, number, self.place)
+
+    @contextlib.contextmanager
+    def _telling(self, error: Exception | None) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.untold = error if self.fault.raised else None
 
     def told_by_all(self, value: _Made, action: str = "agreeing") -> list[_Made]:
         """Every rank's ``value``, on every rank. It costs more than :meth:`agree`.
@@ -157,8 +164,8 @@ class ControlPlane:
                 settings = same(made[0])
         except Exception as raised:
             error = raised
-        self.untold = error
-        self.agree_on_objects(error, settings)
+        with self._telling(error):
+            self.agree_on_objects(error, settings)
         return made[0]
 
     def from_first(self, make: Callable[[], _Made]) -> _Made:

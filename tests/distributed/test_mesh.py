@@ -272,6 +272,13 @@ def meshes(rank: int, world: int) -> dict[str, Outcome]:
         unequal[1].up = nn.Parameter(torch.randn(3, WIDTH))
     unequal = pd2.use_local_shards(unequal, SHARDS_OF_BLOCK)
     outcomes["parts"] = attempt(lambda: make(tensor_parallel, model=unequal))
+    forgotten = {name: cut for name, cut in SHARDS_OF_BLOCK.items() if name != "*.up_bias"}
+    torch.manual_seed(2)
+    cut = nn.Sequential(*(Block(tensor_parallel["tp"]) for _ in range(4)))
+    outcomes["forgotten"] = attempt(
+        lambda: make(tensor_parallel, model=pd2.use_local_shards(cut, forgotten))
+    )
+    torch.manual_seed(2)
     cut = nn.Sequential(*(Block(tensor_parallel["tp"]) for _ in range(4)))
     with make(tensor_parallel, model=pd2.use_local_shards(cut, SHARDS_OF_BLOCK)) as pipe:
         named = dict(pipe.named_parameters())
@@ -359,6 +366,7 @@ OUTCOMES: Expected = {
     "whole": ("ValueError", ["full_state_dict()", "'tp' of the mesh: 2"]),
     "checkpoint": ("ValueError", ["torch.distributed.checkpoint", "'tp' of the mesh: 2"]),
     "optimizer's": ("ValueError", ["torch.distributed.checkpoint", "'tp' of the mesh: 2"]),
+    "forgotten": ("ValueError", ["up_bias and", "what is no shard must be equal on all"]),
     "parts": ("ValueError", ["shards, and their shapes must be the same on every rank"]),
     "rows": ("ValueError", ["rows of the arguments"]),
     "one alone": ("StageError", ["rank 0: new_mesh 0, rank 1: flush 0"]),

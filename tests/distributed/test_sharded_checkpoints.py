@@ -28,6 +28,17 @@ def batches(count: int) -> list[torch.Tensor]:
     return [draw(8).args[0] for _ in range(count)]
 
 
+class Counting(Block):
+    """A buffer differs between the processes of a stage."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__(mesh)
+        self.register_buffer("own", torch.tensor(float(dist.get_rank())), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.0 * self.own)
+
+
 class Run:
     """A training under a mesh; every process makes it."""
 
@@ -41,7 +52,8 @@ class Run:
             layers = [Parallelized(mesh["tp"]) for _ in range(NUM_BLOCKS)]
             model = pd2.use_local_shards(nn.Sequential(*layers))
         else:
-            model = nn.Sequential(*(Block(tp) for _ in range(NUM_BLOCKS)))
+            block = Counting if kind == "buffers" else Block
+            model = nn.Sequential(*(block(tp) for _ in range(NUM_BLOCKS)))
             model = pd2.use_local_shards(model, SHARDS_OF_BLOCK if tp is not None else None)
         if shape != "tp2.pp2":  # what is loaded must not be there before
             for parameter in model.parameters():
@@ -114,6 +126,28 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert_same(value, theirs[name])
         else:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+
+
+def keep_buffers(rank: int, world: int, folder: str) -> str:
+    run = Run("tp2.pp2", "buffers")
+    with run.pipe:
+        run.train(batches(1))
+        pd2.save(folder, run.pipe, run.opt).wait()
+        with torch.no_grad():
+            for buffer in run.pipe.buffers():
+                buffer.fill_(-1.0)
+        pd2.load(folder, run.pipe, run.opt)
+        assert [float(buffer) for buffer in run.pipe.buffers()] == [float(rank)] * 2
+    other = Run("tp4", "buffers")
+    with other.pipe, pytest.raises(ValueError, match="4 cannot go on with it, 2 can") as refused:
+        pd2.load(folder, other.pipe, other.opt)
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_each_process_of_a_stage_has_its_own_buffers_back(tmp_path: Path) -> None:
+    results = run_ranks(keep_buffers, 4, args=(str(tmp_path / "run"),), timeout=120)
+    assert all("it differs between the 2 processes" in str(result.value) for result in results)
 
 
 @pytest.mark.slow
