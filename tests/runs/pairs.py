@@ -292,6 +292,7 @@ def facts_of(part: Part) -> dict[str, Any]:
         "device": cpu,
         "devices of the stages": [cpu] * of.sizes.num_stages,
         "'tp' of the mesh": 1,
+        "shards": None,
         "tied parameters": ["last.weight"] if of.is_tied_across else [],
         "register_comm_hook": None,
         "fresh forwards": of.is_fresh,
