@@ -66,8 +66,8 @@ class Saving:
         self._thread, self._train_steps = threading.get_ident(), session.num_train_steps
         self.snapshot: Future[None] = _Awaited(self)
         self.done: Future[None] = _Awaited(self)
+        # Done in the batch or the drain that copies the state; ``snapshot`` soon after it.
         self.copied: Future[None] = Future()
-        """Done in the batch or the drain that copies the state; ``snapshot`` soon after it."""
         self.seconds: dict[str, float] = {}
         """How long each part took: ``snapshot``, ``write``, ``commit``."""
         self._session = weakref.ref(session)

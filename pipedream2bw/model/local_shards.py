@@ -99,8 +99,8 @@ def use_local_shards(
 
     Raises:
         TypeError: ``shards`` is something else.
-        ValueError: a pattern fits no parameter, a parameter has no such dimension or is given two,
-            or a DTensor is neither replicated nor cut into equal parts over "tp".
+        ValueError: a pattern fits no parameter; a parameter has no such dimension, or is given two;
+            a DTensor is neither replicated nor cut into equal parts over "tp".
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     found: dict[int, int] = {}  # by parameter
