@@ -21,6 +21,7 @@ def seed_of_the_day() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_random_options_together_train_as_the_definition_says() -> None:
     wrong = [
         f"{case.command}\n{error}"
