@@ -94,7 +94,7 @@ class Manifest(Document):
     @property
     def num_shards(self) -> int:
         """How many processes saved each stage of a replica."""
-        return 1 + max((part.shard for part in self.ranks), default=0)
+        return max(1, len({part.shard for part in self.ranks}))
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +128,8 @@ def of_bytes(text: bytes) -> Manifest:
     del document.value["sum"]
     document.value.setdefault("saved_before", 0)
     document.value.setdefault("shards", {})
-    for part in document.value.get("ranks", ()):
+    ranks = document.value.get("ranks")
+    for part in ranks if isinstance(ranks, list) else ():
         if isinstance(part, dict):  # else the reading tells
             part.setdefault("shard", 0)
     return document.read(Manifest)
