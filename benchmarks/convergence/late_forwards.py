@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -26,7 +25,6 @@ import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import statistics
 import sys
 import time
@@ -37,6 +35,7 @@ from typing import Any
 
 import torch
 from emulated import Emulated, late_forwards
+from runs import Workers, reached
 from tasks import Task, byte_gpt
 from torch import nn
 
@@ -44,7 +43,6 @@ import pipedream2bw as pd2
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from measuring.kept import Kept
 from measuring.report import compact, describe, machine
 
 NUM_LOOKS = 20  # at the held-out loss, in a run
@@ -360,38 +358,14 @@ def example_of(wanted: Wanted, task: Task) -> torch.Tensor:
     return task.held_out[0][: wanted.sizes.rows]
 
 
-class Workers:
-    """Trains in processes of their own, or in this one if one is enough, and keeps the results."""
+def line(wanted: Wanted, result: Result) -> str:
+    return (
+        f"{result.optimizer:20} {result.method:40} {result.learning_rate:<6g} "
+        f"seed {result.seed:<4} {result.final_loss:.4f}  {result.seconds:.0f} s  {wanted.way}"
+    )
 
-    def __init__(self, jobs: int, kept: Path | None) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pool = concurrent.futures.ProcessPoolExecutor(jobs, spawn) if jobs > 1 else None
-        self._kept = Kept(kept)
 
-    def __enter__(self) -> Workers:
-        return self
-
-    def run_all(self, wanted: Sequence[Wanted]) -> list[Result]:
-        """Those that are not kept yet are trained, in this order."""
-        left = [each for each in wanted if each.key not in self._kept]
-        results = map(train, left) if self._pool is None else self._pool.map(train, left)
-        for number, (each, result) in enumerate(zip(left, results, strict=True), 1):
-            self._kept.add(each.key, dataclasses.asdict(result))
-            print(
-                f"{len(wanted) - len(left) + number:4}/{len(wanted)}  {result.optimizer:20} "
-                f"{result.method:40} {result.learning_rate:<6g} seed {result.seed:<4} "
-                f"{result.final_loss:.4f}  {result.seconds:.0f} s  {each.way}",
-                flush=True,
-            )
-        return self.kept(wanted)
-
-    def kept(self, wanted: Sequence[Wanted]) -> list[Result]:
-        """What is there of these."""
-        return [Result(**self._kept[each.key]) for each in wanted if each.key in self._kept]
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+Runs = Workers[Wanted, Result]
 
 
 def best_rate(grid: Sequence[Result]) -> float:
@@ -402,9 +376,7 @@ def best_rate(grid: Sequence[Result]) -> float:
     return min(losses, key=lambda rate: statistics.fmean(losses[rate]))
 
 
-def run_study(
-    study: Study, sizes: Sizes, only: Sequence[str], passes: int, workers: Workers
-) -> Table:
+def run_study(study: Study, sizes: Sizes, only: Sequence[str], passes: int, workers: Runs) -> Table:
     """Makes the first passes' runs; tables have what is kept of all."""
     rates: dict[str, float] = {}
     everything: dict[Wanted, None] = {}
@@ -545,17 +517,7 @@ def pace(mine: Sequence[float], synchronous: Sequence[float]) -> float:
     return reached(synchronous, loss) / reached(mine, loss)
 
 
-def reached(losses: Sequence[float], loss: float) -> float:
-    """The part of the run after which the loss was there, between two looks in a line."""
-    if losses[0] <= loss:
-        return 1 / len(losses)
-    for i, (before, after) in enumerate(itertools.pairwise(losses)):
-        if after <= loss:
-            return (i + 1 + (before - loss) / (before - after)) / len(losses)
-    raise AssertionError("the final loss is reached")
-
-
-def run_sample(sizes: Sizes, num_batches: int, only: Sequence[str], workers: Workers) -> str:
+def run_sample(sizes: Sizes, num_batches: int, only: Sequence[str], workers: Runs) -> str:
     """The losses of the ways to train, and whether the weights' bits are the pipeline's."""
     lines = [f"| optimizer | method | {' | '.join(WAYS)} |", "|---|---|" + "---:|" * len(WAYS)]
     for name, method in SAMPLE:
@@ -576,7 +538,7 @@ def main() -> None:
     options = parse_options()
     where = machine()
     print(describe(where), flush=True)
-    with Workers(options.jobs, options.kept) as workers:
+    with Workers(train, Result, line, jobs=options.jobs, kept=options.kept) as workers:
         if options.study == "sample":
             print(run_sample(options.sizes, options.num_batches, options.only, workers))
             return

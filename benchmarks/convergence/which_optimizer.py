@@ -18,31 +18,28 @@ ends, a line of JSON, and does not repeat those that it finds: a study that was 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import importlib
-import itertools
 import json
 import math
-import multiprocessing
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from runs import Workers, reached
 from study import SEED_OF_GRID, Method, shape
 from tasks import Task, byte_gpt
 from torch import nn
 
 import pipedream2bw as pd2
 
-from measuring.kept import Kept  # isort: skip  # study.py says where
-from measuring.report import compact, describe, machine  # isort: skip
+from measuring.report import compact, describe, machine  # isort: skip  # study.py says where
 
 NUM_LOOKS = 20  # at the held-out loss, in a run
 LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -236,7 +233,8 @@ def main() -> None:
     where = machine()
     print(describe(where), flush=True)
     num_runs = len(names) * (len(methods(0)) * options.seeds + len(options.rates))
-    with Workers(options.jobs, options.runs) as run_all:
+    with Workers(train, Result, line, jobs=options.jobs, kept=options.runs) as workers:
+        run_all = workers.run_all
         if options.budget is not None:
             options.batches = batches_within(options, sizes, names, run_all)
         print(
@@ -287,49 +285,18 @@ def main() -> None:
         draw(report, options.pictures, "which_optimizer")
 
 
-class Workers:
-    """Trains in processes of their own, or in this one if one is enough.
-
-    With ``kept``, a path, a run's result is written there when it ends, and what is there is not
-    trained again.
-    """
-
-    def __init__(self, jobs: int, kept: Path | None = None) -> None:
-        self._pool = (
-            concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
-            if jobs > 1
-            else None
-        )
-        self._kept = Kept(kept)
-
-    def __enter__(self) -> Callable[[list[Wanted]], list[Result]]:
-        return self._run_all
-
-    def _run_all(self, wanted: list[Wanted]) -> list[Result]:
-        left = [each for each in wanted if each.key not in self._kept]
-        for number, (each, result) in enumerate(zip(left, self._train(left), strict=True), 1):
-            self._kept.add(each.key, dataclasses.asdict(result))
-            print(
-                f"{len(wanted) - len(left) + number:4}/{len(wanted)}  {result.optimizer:20} "
-                f"{result.method:32} {result.learning_rate:<6g} seed {result.seed:<4} "
-                f"{result.final_loss:.4f}",
-                flush=True,
-            )
-        return [Result(**self._kept[each.key]) for each in wanted]
-
-    def _train(self, wanted: list[Wanted]) -> Iterator[Result]:
-        return map(train, wanted) if self._pool is None else self._pool.map(train, wanted)
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+def line(wanted: Wanted, result: Result) -> str:
+    return (
+        f"{result.optimizer:20} {result.method:32} {result.learning_rate:<6g} "
+        f"seed {result.seed:<4} {result.final_loss:.4f}"
+    )
 
 
 def batches_within(
     options: argparse.Namespace,
     sizes: Sizes,
     names: Sequence[str],
-    run_all: Callable[[list[Wanted]], list[Result]],
+    run_all: Callable[[Sequence[Wanted]], list[Result]],
 ) -> int:
     """How many batches a run may have, so that all runs take ``--budget``."""
     start = time.perf_counter()
@@ -390,16 +357,6 @@ def batches_ratio(mine: Sequence[float], synchronous: Sequence[float]) -> float:
     """
     loss = max(mine[-1], synchronous[-1])
     return reached(mine, loss) / reached(synchronous, loss)
-
-
-def reached(losses: Sequence[float], loss: float) -> float:
-    """The part of the run after which the loss was there, between two looks in a line."""
-    if losses[0] <= loss:
-        return 1 / len(losses)
-    for i, (before, after) in enumerate(itertools.pairwise(losses)):
-        if after <= loss:
-            return (i + 1 + (before - loss) / (before - after)) / len(losses)
-    raise AssertionError("the final loss is reached")
 
 
 def as_json(result: Result) -> dict[str, Any]:
