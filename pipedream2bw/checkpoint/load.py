@@ -443,7 +443,7 @@ class _Prepared:
     def _read_buffers(self, stage: LocalStage, replica: int) -> dict[str, torch.Tensor]:
         source, grid = self._source, self._session.grid
         buffers = stage.weights.named_buffers()
-        own, first = buffer_prefix(self._session.grid.pipeline(stage.index)), buffer_prefix(0)
+        own, first = buffer_prefix(grid.pipeline(stage.index)), buffer_prefix(0)
 
         def fits(name: str, saved: torch.dtype) -> None:
             if saved != buffers[name].dtype:
@@ -499,10 +499,8 @@ class _Prepared:
                     f"{list(entry.shape)}: they must be equal"
                 )
             fits(name, entry.dtype)
-        parts = {
-            saved: self._parts[name] for name, saved in saved_as.items() if name in self._parts
-        }
-        read = source.read({saved: places[saved] for saved in saved_as.values()}, parts)
+        wanted = {saved: places[saved] for saved in saved_as.values()}
+        read = source.read(wanted, self._parts_of(saved_as))
         return {name: read[saved] for name, saved in saved_as.items()}
 
     def _read_states(self) -> dict[str, dict[str, Any]]:

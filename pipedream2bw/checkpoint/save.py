@@ -257,8 +257,8 @@ class Saver:
     def _known_now(self) -> tuple[Manifest, RankPart, dict[str, torch.Tensor]]:
         """What every rank knows of the checkpoint, what is this rank's own, and its tensors."""
         session, user_state = self.session, self._user_state
-        schedule, grid = session.schedule, session.grid
-        rank = grid.rank
+        schedule, grid, local = session.schedule, session.grid, session.local_model
+        rank, tied = grid.rank, local.tied_names()
         tensors: dict[str, torch.Tensor] = {}
 
         def encoded(value: Any, name: str) -> Any:
@@ -288,13 +288,9 @@ class Saver:
                 precision=str(session.stages.options.precision.dtype),
                 torch=torch.__version__,
             ),
-            trainable=session.local_model.trainable_names(),
-            tied=(tied := session.local_model.tied_names()),
-            shards={
-                name: part.dimension
-                for name, part in session.local_model.parts().items()
-                if name not in tied
-            },
+            trainable=local.trainable_names(),
+            tied=tied,
+            shards={n: part.dimension for n, part in local.parts().items() if n not in tied},
             schedulers=encode(
                 [_state_of(scheduler) for scheduler in user_state.schedulers],
                 "schedulers",

@@ -208,7 +208,8 @@ def begin_snapshot(
         copied=saving.copied,
         reads_frozen=any(stage.weights.frozen for stage in stages),
     )
-    copiers, parts = [], session.local_model.parts()
+    copiers = []
+    tied, parts = session.local_model.tied_names(), session.local_model.parts()
     for stage in stages:
         pipeline = grid.pipeline(stage.index)
         oldest = snapshot.batch
@@ -222,7 +223,7 @@ def begin_snapshot(
                 memory=memory,
                 optimizer=optimizer,
                 oldest=oldest,
-                tied=session.local_model.tied_names(),
+                tied=tied,
                 parts=parts,
                 in_model=in_model,
                 model=session.local_model if pipeline == grid.replica == grid.shard == 0 else None,

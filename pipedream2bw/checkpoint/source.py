@@ -137,22 +137,22 @@ class Source:
             DamagedCheckpoint: a tensor's bytes are not those that were written.
             ValueError: what an optimizer kept of other parts cannot be put together.
         """
-        wanted = {
-            name: (place, files_of(name, place, (parts or {}).get(name), self._cut(name, place)))
+        parts = parts or {}
+        files = {
+            name: files_of(name, place, parts.get(name), self._cut(name, place))
             for name, place in places.items()
         }
-        files = {key: file for _, of_one in wanted.values() for key, file in of_one.items()}
-        read = dict(self._tensors(files))
-        result = {}
-        for name, (place, of_one) in wanted.items():
-            tensors, part = [read[key] for key in of_one], (parts or {}).get(name)
-            is_ready = (len(place) == 1 and part is None) or len(tensors) < len(place)
-            if is_ready:
-                result[name] = tensors[0]
-            else:
-                cut, like = self._cut(name, place), self._shape_of(name)
-                result[name] = part_of_these(name, tensors, cut, like, part)
-        return result
+        read = dict(
+            self._tensors({k: file for of_one in files.values() for k, file in of_one.items()})
+        )
+
+        def wanted(name: str, place: Place) -> torch.Tensor:
+            tensors, part = [read[key] for key in files[name]], parts.get(name)
+            if len(tensors) < len(place) or (len(place) == 1 and part is None):  # it is ready
+                return tensors[0]
+            return part_of_these(name, tensors, self._cut(name, place), self._shape_of(name), part)
+
+        return {name: wanted(name, place) for name, place in places.items()}
 
     def _parameter(self, name: str) -> str:
         """The parameter whose values, or whose optimizer's state, a tensor is."""
@@ -219,13 +219,13 @@ class Source:
         for key, of_one in numbers.items():
             name, number, num_parts = split_name(key)
             part = parts.get(name)
-            is_same = part is not None and part.num_parts == num_parts
-            if is_asked_for(name) and number == (part.number if part and is_same else 0):
+            mine = part.number if part is not None and part.num_parts == num_parts else 0
+            if is_asked_for(name) and number == mine:
                 states[name] = of_one
         places = self.places(OPTIMIZER)
         names = [name for name in places if is_asked_for(name.rpartition("/")[0])]
-        mine = {n: parts[p] for n in names if (p := n.rpartition("/")[0]) in parts}
-        for name, value in self.read({name: places[name] for name in names}, mine).items():
+        parts_of = {n: parts[p] for n in names if (p := n.rpartition("/")[0]) in parts}
+        for name, value in self.read({name: places[name] for name in names}, parts_of).items():
             parameter, _, key = name.rpartition("/")
             states.setdefault(parameter, {})[key] = value
         return states

@@ -24,7 +24,13 @@ _DTENSORS = "_pipedream2bw_dtensors"
 
 
 class Part(NamedTuple):
-    """Of a tensor that is cut into equal parts: the dimension, how many parts, and which one."""
+    """One of the equal parts into which a tensor is cut.
+
+    Attributes:
+        dimension: in which the tensor is cut.
+        num_parts: how many parts there are.
+        number: of this part, from 0.
+    """
 
     dimension: int
     num_parts: int

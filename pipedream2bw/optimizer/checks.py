@@ -130,17 +130,14 @@ def _check_rules(
 
 def stepping(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> list[Stepping]:
     """The optimizers, with what they step of this process's parameters."""
-    dtypes: dict[int, torch.dtype] = {}  # by parameter
-    for stage in session.stages:
-        keys = map(id, stage.weights.originals)
-        dtypes.update(zip(keys, stage.weights.stepped_dtypes(), strict=True))
     parts = session.local_model.parts()
-    cut = {
-        id(original)
-        for stage in session.stages
-        for name, original in zip(stage.weights.trainable, stage.weights.originals, strict=True)
-        if name in parts
-    }
+    dtypes: dict[int, torch.dtype] = {}  # by parameter
+    cut: set[int] = set()
+    for stage in session.stages:
+        weights = stage.weights
+        keys = [id(original) for original in weights.originals]
+        dtypes.update(zip(keys, weights.stepped_dtypes(), strict=True))
+        cut.update(key for name, key in zip(weights.trainable, keys, strict=True) if name in parts)
     found = []
     for each in optimizers:
         mine = [id(p) for p in parameters_of(each) if id(p) in dtypes]

@@ -95,7 +95,7 @@ _EACH_BY_ITSELF = (
 
 
 _BY_ELEMENT = tuple(name for name in _EACH_BY_ITSELF if name not in ("Adafactor", "Muon"))
-"""Those of them whose step of an element looks at no other."""
+"""torch's optimizers whose step of an element looks at no other element."""
 
 
 def _is_one_of(names: Collection[str], optimizer: torch.optim.Optimizer) -> bool:
