@@ -141,11 +141,12 @@ def grown(rank: int, world: int, options: dict[str, Any]) -> dict[str, float]:
         while_made = resident_bytes("VmHWM") - before
         return_freed_memory()
         # What the model took up before the pipeline took it over, and whole masters, are gone. On a
-        # busy machine a rank that waits holds more buckets in some batches: not in all.
+        # busy machine a rank that waits holds more buckets in most batches: not in all.
         growths = []
-        for _ in range(4):
+        for _ in range(10):
+            return_freed_memory()
             Path("/proc/self/clear_refs").write_text("5")
-            for _ in range(3):
+            for _ in range(2):
                 pipe.train_step(x, target=x)
                 opt.step()
             pipe.flush()
