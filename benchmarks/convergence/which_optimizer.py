@@ -52,13 +52,11 @@ Make = Callable[[Task, list[tuple[str, nn.Parameter]], float], list[torch.optim.
 
 
 def methods(num_batches: int) -> list[Method]:
-    rounded = pd2.ErrorFeedback(dtype=torch.bfloat16)
     return [
         SYNCHRONOUS,
         Method("2bw"),
         Method("2bw, warm-up", warmup_batches=num_batches // 10),
         Method("2bw, error feedback", staleness=(pd2.ErrorFeedback(),)),
-        Method("2bw, error feedback in bfloat16", staleness=(rounded,)),
     ]
 
 

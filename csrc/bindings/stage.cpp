@@ -173,6 +173,7 @@ void bind_weights(StageClass& stage) {
            })
       .def("round_masters", of_part(&Masters::round), py::arg("slot"))
       .def("set_master", of_part(&Masters::set), py::arg("parameter"), py::arg("value"))
+      .def("set_weight", of_part(&Masters::set_weight), py::arg("parameter"), py::arg("value"))
       .def("gradient", of_part(&GradientPath::gradient), py::arg("parameter"))
       .def("has_gradient", of_part(&GradientPath::has_gradient), py::arg("parameter"));
 }
@@ -181,15 +182,14 @@ void bind_optimizer_state(StageClass& stage) {
   stage
       .def(
           "set_optimizers",
-          [](Stage& self, const std::map<std::string, std::vector<int>>& groups_by_kind,
-             bool keeps_bfloat16) {
+          [](Stage& self, const std::map<std::string, std::vector<int>>& groups_by_kind) {
             std::vector<OptimizerGroups> optimizers;
             for (const auto& [kind, of_parameter] : groups_by_kind) {
               optimizers.push_back({parse_optimizer(kind), of_parameter});
             }
-            self.step_place().set_optimizers(optimizers, keeps_bfloat16);
+            self.step_place().set_optimizers(optimizers);
           },
-          py::arg("groups_by_kind"), py::arg("keeps_bfloat16") = false)
+          py::arg("groups_by_kind"))
       .def("optimizer_state", of_part(&StepPlace::state), py::arg("name"), py::arg("parameter"))
       .def("set_optimizer_state", of_part(&StepPlace::set_state), py::arg("name"),
            py::arg("parameter"), py::arg("value"))
@@ -259,12 +259,11 @@ void bind_fused_optimizer(py::module_& module) {
               std::pair("group", &ParameterSlice::group));
   py::class_<FusedOptimizer>(module, "FusedOptimizer")
       .def(py::init([](const std::string& kind, std::vector<ParameterSlice> slices,
-                       const at::Tensor& flat_example, bool keeps_bfloat16) {
+                       const at::Tensor& flat_example) {
              return std::make_unique<FusedOptimizer>(parse_optimizer(kind), std::move(slices),
-                                                     flat_example, keeps_bfloat16);
+                                                     flat_example);
            }),
-           py::arg("kind"), py::arg("slices"), py::arg("flat_example"),
-           py::arg("keeps_bfloat16") = false)
+           py::arg("kind"), py::arg("slices"), py::arg("flat_example"))
       .def(
           "step",
           [](FusedOptimizer& self, const at::Tensor& w, const at::Tensor& gradient,

@@ -45,9 +45,11 @@ struct AdamOptions {
   bool operator==(const AdamOptions&) const = default;
 };
 
-// Error feedback for gradients that are a batch late: after a step u from W(t), W(t+1) = W(t) + u +
-// coefficient * (u - kept), where `kept` is the step before; it becomes u. `first_step`: nothing
-// has been kept, W(t+1) = W(t) + u. u is W(t) + u, rounded, minus W(t): what rounding left of it.
+// Error feedback for gradients that are a batch late. u is the weights after a step, rounded, minus
+// those before it: what rounding left of it. A master w makes plain steps, w(t+1) = w(t) + u, and
+// W(t+1), which is rounded for `w_out`, is w(t+1) + coefficient * u. Other weights have no room for
+// both: W(t+1) = W(t) + u + coefficient * (u - kept), where `kept` is the step before; it becomes
+// u. `first_step`: nothing has been kept, W(t+1) = W(t) + u.
 struct FeedbackOptions {
   double coefficient = 1.0;
   bool first_step = false;
@@ -101,11 +103,16 @@ struct Bfloat16Gradients : Weights {
   PD2_HOST_DEVICE Bfloat16Gradients at(std::int64_t i) const { return {Weights::at(i)}; }
 };
 
-// The array of a step's feedback; Kept is the type of its elements: Weights::Scalar, or of floats
-// std::uint16_t, which are bfloat16, rounded to nearest even.
-template <typename Kept>
+// Weights with a master beside those that are rounded from it.
+template <typename Weights>
+concept HasMaster = requires(const Weights& weights) {
+  weights.master;
+};
+
+// `kept`: an array of the type of the step's arithmetic; null where there is a master.
+template <typename T>
 struct Feedback {
-  Kept* kept;
+  T* kept;
   FeedbackOptions options;
 };
 struct NoFeedback {};

@@ -122,7 +122,11 @@ class FeedbackStep {
   explicit FeedbackStep(const FeedbackOptions& options)
       : coefficient_(rounded<V>(options.coefficient)), first_step_(options.first_step) {}
 
-  // Returns the corrected weights, given those before the step and after it.
+  // W(t+1) of a master, given it before the step and after it.
+  PD2_HOST_DEVICE V ahead(V before, V after) const {
+    return add(after, multiply(subtract(after, before), coefficient_));
+  }
+  // Of other weights.
   PD2_HOST_DEVICE V correct(V before, V after, V& kept) const {
     const V step = subtract(after, before);
     if (!first_step_) after = add(after, multiply(subtract(step, kept), coefficient_));
@@ -143,11 +147,11 @@ struct Arrays {
   T* state[kStates + 1];  // the last is unused: no array is empty
 };
 
-// Where a fed step finds the one before.
-template <typename V, typename Kept>
+// Where a fed step finds the one before, if it is kept.
+template <typename V>
 struct FedArray {
   FeedbackStep<V> step;
-  Kept* kept;
+  typename V::Scalar* kept;
 };
 
 }  // namespace pd2::kernels

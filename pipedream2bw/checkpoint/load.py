@@ -316,6 +316,7 @@ class _Prepared:
         self._parts = session.local_model.parts()
         part = _part_of(manifest, session)
         self._weights = {stage.index: self._read_weights(stage) for stage in session.stages}
+        self._ahead = {stage.index: self._read_ahead(stage) for stage in session.stages}
         self._buffers = {
             stage.index: self._read_buffers(stage, part.replica) for stage in session.stages
         }
@@ -440,6 +441,14 @@ class _Prepared:
             versions[version] = {**whole, **read}  # frozen ones had the same value
         return versions
 
+    def _read_ahead(self, stage: LocalStage) -> dict[int, torch.Tensor]:
+        """The newest weights that are ahead of their masters, here and there, by position."""
+        weights, places = stage.weights, self._source.places(older(0))
+        names = {name: i for i, name in enumerate(weights.trainable) if i in weights.ahead}
+        saved_as = {n: saved for n, saved in self._saved_as(names).items() if saved in places}
+        read = self._read(places, saved_as, weights.trainable, lambda *_: None)
+        return {names[name]: value for name, value in read.items()}
+
     def _read_buffers(self, stage: LocalStage, replica: int) -> dict[str, torch.Tensor]:
         source, grid = self._source, self._session.grid
         buffers = stage.weights.named_buffers()
@@ -534,6 +543,8 @@ class _Prepared:
         session, manifest = self._session, self._source.manifest
         for stage in session.stages:
             load_versions(stage.weights, self._weights[stage.index])
+            for i, value in self._ahead[stage.index].items():
+                stage.weights.engine.set_weight(i, value)
             buffers = stage.weights.named_buffers()
             with torch.no_grad():
                 for name, value in self._buffers[stage.index].items():

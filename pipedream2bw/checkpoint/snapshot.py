@@ -295,7 +295,9 @@ class _StageCopier:
         for i, name in enumerate(weights.trainable):
             if name in mine:
                 live[MODEL, saved_as[name]] = engine.master(engine.slot_of(batch), i)
-                for version in range(self.oldest, batch):
+                # Else the newest is its master's rounding.
+                is_ahead = i in weights.ahead and self.oldest < batch
+                for version in range(self.oldest, batch + is_ahead):
                     weight = engine.weight(engine.slot_of(version), i)
                     live[older(batch - version), saved_as[name]] = weight
         states: StateByName = {}

@@ -74,15 +74,12 @@ def set_fused(
     kinds: Iterable[str | None],
     groups: Sequence[dict[str, Any]],
     holders: Mapping[int, Holder],
-    *,
-    keeps_bfloat16: bool = False,
 ) -> None:
     """Makes the engine's fused passes step a stage's weights as these optimizers do.
 
     Args:
         groups: of all optimizers, in the order of the options that each step gets.
         holders: by the parameters' id.
-        keeps_bfloat16: whether they round what error feedback keeps.
     """
     numbers = {id(group): number for number, group in enumerate(groups)}
     of_stage = [holders[id(original)] for original in stage.originals]
@@ -92,8 +89,7 @@ def set_fused(
             fused: [group if kind == fused else -1 for kind, group in places]
             for fused in kinds
             if fused is not None
-        },
-        keeps_bfloat16,
+        }
     )
 
 

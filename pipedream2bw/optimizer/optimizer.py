@@ -152,13 +152,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             )
         weights.show_newest()
         self._step_remedies.take_over(weights)
-        set_fused(
-            weights,
-            wrapped.kinds,
-            self.param_groups,
-            holders,
-            keeps_bfloat16=self._step_remedies.keeps_bfloat16,
-        )
+        set_fused(weights, wrapped.kinds, self.param_groups, holders)
 
     def _late_share(self, stage: int) -> float:
         """The share of the last batch's forwards on a stage that are late, in all replicas.

@@ -42,12 +42,7 @@ class OptimizerOptions:
         (),
         Kind("a remedy, or a list of them", lambda name, value: Remedies(value).check()),
         saved=True,
-        examples=(
-            LearningRateDiscount(9),
-            ErrorFeedback(),
-            NesterovCorrection(),
-            ErrorFeedback(dtype=torch.bfloat16),
-        ),
+        examples=(LearningRateDiscount(9), ErrorFeedback(), NesterovCorrection()),
     )
     replica_sync: Extension | None = option(agreed=False, saved=True)
     extensions: Sequence[Extension] = option(
@@ -141,8 +136,6 @@ optimizer_device: given, staleness: a NesterovCorrection |
 shard_state: True, staleness: a NesterovCorrection |
     it keeps a whole tensor for each parameter
     => it must be a LearningRateDiscount or an ErrorFeedback
-staleness: a rounded ErrorFeedback, optimizer: of float64 |
-    what is kept of steps in float64 is not rounded => dtype must be None
 split_master: True, optimizer: without a fused pass |
     its step() needs whole masters
     => it must be SGD, Adam or AdamW without step hooks, neither capturable nor differentiable,
@@ -166,11 +159,7 @@ shard_state: True, optimizer: none of torch.optim's |
         "a NesterovCorrection": lambda remedies: isinstance(
             remedies.correction, NesterovCorrection
         ),
-        "a rounded ErrorFeedback": lambda remedies: (
-            remedies.correction is not None and remedies.correction.keeps_bfloat16
-        ),
         "of 16 bits": lambda precision: precision in ("bf16", "fp16"),
-        "of float64": lambda each: torch.float64 in each.dtypes,
         "without a fused pass": lambda each: fused_kind(each.optimizer, each.dtypes) is None,
         'without "lr" in a group': lambda each: any(
             "lr" not in group for group in each.optimizer.param_groups

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..checks import check_number, check_whole_number
-from ..rules import as_dtype
 from ..runtime.session import Session
 
 Corrected = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -50,53 +49,39 @@ class LearningRateDiscount:
         check_whole_number("num_batches", self.num_batches)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class ErrorFeedback:
     """Makes up for each late step when its error is known (arXiv 2606.30634).
 
-        W(t+1) = W(t) + u(t) + c * (u(t) - u(t-1))
+        w(t+1) = w(t) + u(t),   W(t+1) = w(t+1) + c * u(t),   W(0) = w(0)
 
     c is ``coefficient`` times the share of the batch's forwards that are late on the stage: all,
-    but where some are fresh (``"2bw_fresh"``). u(t) is made of the gradient at W(t-1): what u(t-1)
-    would have been without the delay, so that u(t) - u(t-1) is the error of the step before. A
-    batch without a delay (the first one, or in a warm-up) has no error. With w(t) = W(t) - c *
-    u(t-1) it reads w(t+1) = w(t) + u(t). These are plain steps of w, with gradients at weights that
-    are predicted for the next batch: w(t) + c * (w(t) - w(t-1)). SpecTrain (arXiv 1809.02839) and
-    linear weight prediction (arXiv 2003.11666) do so, too.
+    but where some are fresh (``"2bw_fresh"``). Stages compute with W; the optimizer makes plain
+    steps of w. So gradients are those at weights that are predicted for the next batch. SpecTrain
+    (arXiv 1809.02839) and linear weight prediction (arXiv 2003.11666) do so, too. In W alone it
+    reads W(t+1) = W(t) + u(t) + c * (u(t) - u(t-1)): u(t) is what u(t-1) would have been without
+    the delay, and the difference is the error of the step before. A batch without a delay (the
+    first one, or in a warm-up) has no error.
 
-    Works with every optimizer, in one fused pass with the step of SGD, Adam and AdamW. Where 16-bit
-    weights have float32 masters, W(t) above is the master: of split ones what their two parts are
-    joined to. u(t) is the difference of two masters. So the weights' rounding is not fed back.
-    An update that a loss scale leaves out keeps u(t-1): W(t+1) and w(t+1) are then W(t) and w(t).
-    The next step makes up for the last one that there was.
-
-    Keeps one tensor per parameter, u(t-1), which :meth:`PipelineOptimizer.state_dict` and
+    Where 16-bit weights have whole float32 masters, the masters are w, and nothing else is kept:
+    the weights are roundings of W. Checkpoints, exports and ``state_dict()`` give w, evaluation
+    computes with W. Other weights are W, also split masters, joined. Then u(t) is made at W(t), and
+    one tensor per parameter is kept, u(t-1), which :meth:`PipelineOptimizer.state_dict` and
     checkpoints save.
+
+    Works with every optimizer, in one fused pass with the step of SGD, Adam and AdamW. An update
+    that a loss scale leaves out changes neither w nor W, nor does one without a gradient change a
+    master's parameter. The next step makes up for the last one that there was.
 
     Args:
         coefficient: > 0; or one for each stage of the model.
-        dtype: of the kept tensors: None, that of the steps, or ``torch.bfloat16``, which halves
-            them. u(t-1) above is then rounded to it; w takes a random walk of these roundings, of
-            2^-9 of a step at most each. Not with float64 weights.
     """
 
     coefficient: float | Sequence[float] = 1.0
-    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", as_dtype(self.dtype))
         if isinstance(self.coefficient, Sequence):
             object.__setattr__(self, "coefficient", tuple(self.coefficient))
-
-    def __repr__(self) -> str:
-        # As it was before there was a dtype: checkpoints compare it.
-        dtype = "" if self.dtype is None else f", dtype={self.dtype}"
-        return f"ErrorFeedback(coefficient={self.coefficient}{dtype})"
-
-    @property
-    def keeps_bfloat16(self) -> bool:
-        """Whether what it keeps is rounded."""
-        return self.dtype is not None
 
     def of_stage(self, stage: int) -> float:
         """The coefficient on a stage of the model."""
@@ -109,18 +94,13 @@ class ErrorFeedback:
         """``step`` is None where there was no gradient, ``factor`` 0 where no forward was late."""
         if step is None or factor == 0:
             return None, None
-        change = None if kept is None else (step - kept.to(step.dtype)) * factor
-        return change, step if self.dtype is None else step.to(self.dtype)
+        return None if kept is None else (step - kept) * factor, step
 
     def check(self) -> None:
         """Raises TypeError or ValueError, naming the rule and the value."""
         given = self.coefficient
         for each in given if isinstance(given, Sequence) else (given,):
             check_number("coefficient", each, below=math.inf)
-        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype: {self.dtype!r} given, it must be None or torch.bfloat16")
-        if self.dtype not in (None, torch.bfloat16):
-            raise ValueError(f"dtype: {self.dtype}, it must be None or torch.bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,11 +123,6 @@ class NesterovCorrection:
     """
 
     momentum: float = 0.9
-
-    @property
-    def keeps_bfloat16(self) -> bool:
-        """Whether what it keeps is rounded."""
-        return False
 
     def correct(
         self, step: torch.Tensor | None, kept: torch.Tensor | None, factor: float

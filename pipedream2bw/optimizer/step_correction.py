@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from .. import _C
 from ..runtime.stage_weights import StageWeights
 from .staleness import Correction, ErrorFeedback
+
+log = logging.getLogger(__name__)
 
 
 class StepCorrection:
@@ -45,11 +49,6 @@ class StepCorrection:
             return 0.0
         return self._rule.of_stage(self._stage.index_in_model) * late_share
 
-    @property
-    def keeps_bfloat16(self) -> bool:
-        """Whether the fused passes round what they keep."""
-        return self._rule.keeps_bfloat16
-
     def nbytes(self) -> int:
         """Bytes that it keeps from one step to the next beside the engine."""
         return sum(tensor.nbytes for tensor in self._kept.values())
@@ -62,11 +61,13 @@ class StepCorrection:
         """
         engine = self._stage.engine
         for i in self.corrected_here() if late_share else ():
-            if engine.has_gradient(i) and self._has_master(slot, i):
+            if i in self._stage.ahead:
                 self._before[i] = engine.master(slot, i).clone()
 
     def apply(self, slot: int, late_share: float) -> None:
         """Within an update: W(t) is the newest version, W(t) + u(t) is in ``slot``.
+
+        Where there are masters, they are w(t+1), and ``slot`` has their roundings.
 
         Args:
             late_share: of the batch's forwards on the stage, those that read an older version.
@@ -74,27 +75,24 @@ class StepCorrection:
         engine = self._stage.engine
         factor = self.feedback(late_share)
         for i in self.corrected_here():
-            has_master = self._has_master(slot, i)
-            after = engine.master(slot, i) if has_master else engine.weight(slot, i)
-            step = None
-            if engine.has_gradient(i) and (i in self._before or not has_master):
+            weight, newest = engine.weight(slot, i), engine.weight(engine.newest_slot, i)
+            if i in self._stage.ahead:
                 before = self._before.pop(i, None)
-                step = after - (engine.weight(engine.newest_slot, i) if before is None else before)
+                if not engine.has_gradient(i):
+                    weight.copy_(newest)
+                elif before is not None:
+                    master = engine.master(slot, i)
+                    weight.copy_(master + (master - before) * factor)
+                continue
+            step = weight - newest if engine.has_gradient(i) else None
             earlier = self._kept.pop(i, None)
             if earlier is not None:
                 _C.use_here([earlier])  # after a load it has memory of the caller's stream
             change, kept = self._rule.correct(step, earlier, factor)
             if change is not None:
-                after.add_(change)
-                if has_master:
-                    engine.weight(slot, i).copy_(after)
+                weight.add_(change)
             if kept is not None:
                 self._kept[i] = kept
-
-    def _has_master(self, slot: int, parameter: int) -> bool:
-        engine = self._stage.engine
-        weight = engine.weight(slot, parameter)
-        return engine.master(slot, parameter).data_ptr() != weight.data_ptr()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors to save, by the parameters' names; of this replica's share."""
@@ -120,9 +118,15 @@ class StepCorrection:
                     f"{list(handle.shape)}: they must be equal"
                 )
         self._kept = {}
-        for i, name in enumerate(self._stage.trainable):
-            if self._is_fused(i):
+        for i, (name, handle) in enumerate(self._stage.trainable.items()):
+            if i in self._stage.ahead:
+                if name in state:
+                    log.warning(
+                        "staleness of %s: a step was kept of it, masters keep none: its error "
+                        "feedback begins anew",
+                        name,
+                    )
+            elif self._is_fused(i):
                 self._stage.engine.set_kept_step(i, state.get(name))
             elif name in state and self._stage.engine.owns(i):
-                dtype = torch.bfloat16 if self.keeps_bfloat16 else self._stage.stepped_dtypes()[i]
-                self._kept[i] = state[name].to(self._stage.device, dtype, copy=True)
+                self._kept[i] = state[name].to(self._stage.device, handle.dtype, copy=True)

@@ -35,15 +35,10 @@ class StepRemedies(Extension):
     def __str__(self) -> str:
         return type(self.remedies.correction).__name__
 
-    @property
-    def keeps_bfloat16(self) -> bool:
-        """Whether fused passes round what error feedback keeps of them."""
-        rule = self.remedies.correction
-        return rule is not None and rule.keeps_bfloat16
-
     def take_over(self, weights: StageWeights) -> None:
         """From now on the stage's steps are corrected. Drained."""
         rule = self.remedies.correction
+        weights.ahead = () if rule is None else frozenset(weights.rounded)
         if rule is not None:
             self._corrections[weights.index] = StepCorrection(rule, weights)
 

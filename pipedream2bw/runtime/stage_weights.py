@@ -60,6 +60,8 @@ class StageWeights:
     Attributes:
         guards: of the handles, which let no gradient arrive there.
         shared_owners: modules whose own tensors are not all of one stage.
+        rounded: the positions of the weights that are rounded from whole float32 masters.
+        ahead: those of them that are not the newest masters' roundings, but a correction ahead.
         handles_step: whether an optimizer steps the handles themselves, in an update.
     """
 
@@ -97,6 +99,13 @@ class StageWeights:
             handle.register_post_accumulate_grad_hook(ArrivalGuard(name))  # type: ignore[no-untyped-call]
             for name, handle in self.trainable.items()
         ]
+        dtypes = [spec.precision.of_parameter(name, p) for name, p in self.trainable.items()]
+        self.rounded = [
+            i
+            for i, (handle, dtype) in enumerate(zip(self.handles, dtypes, strict=True))
+            if spec.precision.of_master(handle) != dtype and not spec.precision.split_master
+        ]
+        self.ahead: Collection[int] = ()
         self.buffer_names = program.buffers
         self._holders: dict[str, tuple[dict[str, Any], str]] = {}
         for name in program.buffers:
@@ -113,7 +122,7 @@ class StageWeights:
             bucket_bytes=spec.bucket_bytes,
             copy_sum=spec.copies,
             copy=spec.pipeline,
-            dtypes=[spec.precision.of_parameter(name, p) for name, p in self.trainable.items()],
+            dtypes=dtypes,
             split_master=spec.precision.split_master,
             gradient_dtype=spec.precision.gradient_dtype,
             streams=spec.streams,

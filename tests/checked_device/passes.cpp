@@ -25,8 +25,8 @@ const GridDevice kDevice{kKernels, nullptr, /*pins_memory=*/true};
 
 // What the kernel reads and writes, from the first run's begin to the last one's end.
 std::vector<KernelUse> uses_of(const FlatStep& step, const at::Tensor& table) {
-  const auto& [rule, kind, w, w_out, master, g, has_bfloat16_gradients, state, kept, keeps_bfloat16,
-               unused, chunks] = step.arrays;
+  const auto& [rule, kind, w, w_out, master, g, has_bfloat16_gradients, state, is_fed, kept, unused,
+               chunks] = step.arrays;
   std::size_t end = 0, end_of_state = 0;
   for (const kernels::StepOfRun& run : step.runs) {
     end = std::max(end, static_cast<std::size_t>(run.end));
@@ -47,7 +47,7 @@ std::vector<KernelUse> uses_of(const FlatStep& step, const at::Tensor& table) {
     if (each != nullptr) uses.push_back({each, end_of_state * number, true});
   }
   if (kept != nullptr) {
-    uses.push_back({kept, end_of_state * (keeps_bfloat16 ? 2 : number), true});
+    uses.push_back({kept, end_of_state * number, true});
   }
   return uses;
 }

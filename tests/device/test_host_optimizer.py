@@ -112,7 +112,6 @@ def test_it_is_the_cpus_optimizer_to_the_bit(schedule: str, optimizer: str, prec
         {"opt_options": {"loss_scale": pd2.LossScale(2.0**20, growth_interval=2)}},
         {"opt_options": {"staleness": pd2.LearningRateDiscount(3)}},
         {"opt_options": {"staleness": pd2.ErrorFeedback(0.8)}},
-        {"opt_options": {"staleness": pd2.ErrorFeedback(dtype=torch.bfloat16)}},
         {"graphs": "auto"},
     ],
     ids=str,

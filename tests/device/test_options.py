@@ -61,7 +61,6 @@ def test_optimizers_and_precisions(schedule: str, optimizer: str, precision: str
         {"opt_options": {"loss_scale": pd2.LossScale(2.0**20, growth_interval=2)}},
         {"opt_options": {"staleness": pd2.LearningRateDiscount(3)}},
         {"opt_options": {"staleness": pd2.ErrorFeedback(0.8)}},
-        {"opt_options": {"staleness": pd2.ErrorFeedback(dtype=torch.bfloat16)}},
         {"recompute": True},
         {"warmup_batches": 2},
     ],

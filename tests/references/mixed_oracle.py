@@ -2,7 +2,8 @@
 
     W(t+1) = step(W(t), state(t), g(t)),   g(t) the gradient at round(W(max(t - delay, 0)))
 
-W is float32; forward and backward are those of a model of rounded weights. g is the sum over each
+With error feedback the model's weights make plain steps, and W(t+1) is what is ahead of them. W is
+float32; forward and backward are those of a model of rounded weights. g is the sum over each
 replica's microbatches, in their order, and then over the replicas in theirs. It is made of float32,
 or `narrow`: of the gradients as they come, in their dtype, to which every sum is rounded, and what
 unscaling and clipping make of it; the step reads it as float32. With a loss scale s(t), a batch's
@@ -141,7 +142,14 @@ class MixedOracle:
         self.versions.append(self._weights())
 
     def _weights(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
+        ahead = getattr(self.optimizer, "ahead", {})  # of error feedback
+        return [ahead.get(p, p).detach().clone() for p in self.model.parameters()]
+
+
+def masters_of(model: nn.Module, low: nn.Module) -> set[nn.Parameter]:
+    """The parameters of ``model`` of which ``low`` has roundings."""
+    pairs = zip(model.parameters(), low.parameters(), strict=True)
+    return {master for master, weight in pairs if weight.dtype != master.dtype}
 
 
 def lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:

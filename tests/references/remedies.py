@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -49,11 +49,10 @@ class Discounted(torch.optim.Optimizer):
 class Corrected(torch.optim.Optimizer):
     """Corrects the steps of another optimizer by one of the two rules.
 
-    Args:
-        dtype: to which a step that is kept for error feedback is rounded.
-
     Attributes:
+        masters: parameters to which error feedback adds nothing: weights are rounded from them.
         late_shares: of each parameter, by which error feedback is multiplied; none given: 1.
+        ahead: of masters, what weights are rounded from, where that is another value.
     """
 
     def __init__(
@@ -62,14 +61,15 @@ class Corrected(torch.optim.Optimizer):
         rule: str,
         number: float,
         warmup: int,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__([{"params": []}], {})
-        self.inner, self.rule, self.number, self.dtype = inner, rule, number, dtype
+        self.inner, self.rule, self.number = inner, rule, number
         self.param_groups = inner.param_groups
         self.fresh_left = max(warmup, 1)  # batches that have no delay
         self.kept: dict[torch.Tensor, torch.Tensor] = {}
         self.late_shares: dict[torch.Tensor, float] = {}
+        self.masters: Collection[torch.Tensor] = ()
+        self.ahead: dict[torch.Tensor, torch.Tensor] = {}
 
     def restart_delay(self) -> None:
         self.fresh_left = 1
@@ -102,12 +102,11 @@ class Corrected(torch.optim.Optimizer):
 
     def _feed_back(self, steps: dict[torch.Tensor, torch.Tensor]) -> None:
         kept, self.kept = self.kept, {}
-        if self.fresh_left > 0:
-            return
         for p, u in steps.items():
-            share = self.late_shares.get(p, 1.0)
-            if share == 0:
-                continue
-            if p in kept:
-                p.add_((u - kept[p].to(u.dtype)) * (self.number * share))
-            self.kept[p] = u.to(self.dtype or u.dtype)
+            share = 0 if self.fresh_left > 0 else self.late_shares.get(p, 1.0)
+            if p in self.masters:
+                self.ahead[p] = p + u * (self.number * share)
+            elif share != 0:
+                if p in kept:
+                    p.add_((u - kept[p]) * (self.number * share))
+                self.kept[p] = u

@@ -30,7 +30,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 import pipedream2bw as pd2
 from tests.references.late_forwards import late_of_2bw
-from tests.references.mixed_oracle import clip_norm, half_away, lowered
+from tests.references.mixed_oracle import clip_norm, half_away, lowered, masters_of
 from tests.references.oracle import Batch
 from tests.references.remedies import Corrected, Discounted
 from tests.samples.models import WIDTH
@@ -88,7 +88,6 @@ class Combination:
     dropout: float = 0.0
     shifts: bool = False  # by an argument that every microbatch gets whole
     normalizer: str = ""  # "number": each train_step's; "function": of its target
-    rounds: bool = False  # what error feedback keeps
     measures: bool = False  # a metric
     half: bool = False  # autocast to float16
     further: tuple[tuple[str, Any], ...] = ()
@@ -193,7 +192,7 @@ class Combination:
 
     def optimizer_options(self) -> dict[str, Any]:
         """Of PipelineOptimizer."""
-        feedback = pd2.ErrorFeedback(0.8, dtype=torch.bfloat16 if self.rounds else None)
+        feedback = pd2.ErrorFeedback(0.8)
         remedies = {
             "discount": [pd2.LearningRateDiscount(DISCOUNTED_BATCHES)],
             "feedback": [feedback],
@@ -502,10 +501,9 @@ class Definition:
         self.first_rates = [group["lr"] for group in optimizer.param_groups]
         self.corrected: Corrected | None = None
         if of.staleness in ("feedback", "both"):
-            kept = torch.bfloat16 if of.rounds else None
-            optimizer = self.corrected = Corrected(
-                optimizer, "error feedback", 0.8, of.warmup, kept
-            )
+            optimizer = self.corrected = Corrected(optimizer, "error feedback", 0.8, of.warmup)
+            if not of.split_master:
+                self.corrected.masters = masters_of(self.model, self.low)
         elif of.staleness == "nesterov":
             optimizer = self.corrected = Corrected(optimizer, "nesterov", 0.7, of.warmup)
         self.discounted: Discounted | None = None
@@ -518,7 +516,8 @@ class Definition:
         self.norms: list[float] = []
 
     def _weights(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
+        ahead = {} if self.corrected is None else self.corrected.ahead
+        return [ahead.get(p, p).detach().clone() for p in self.model.parameters()]
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {name: buffer.clone() for name, buffer in self.low.named_buffers()}
@@ -535,6 +534,8 @@ class Definition:
         self.model.load_state_dict(state)
         for mine in self.buffers:
             mine.update({name: state[name].clone() for name in mine})
+        if self.corrected is not None:
+            self.corrected.ahead.clear()
         self.versions[self.t] = self._weights()
         self.restart_delay()
 

@@ -176,7 +176,6 @@ def widen(choose: Choose[Any], of: Combination) -> Combination:
         dropout=choose([0.0, 0.0, 0.1]),
         shifts=choose([False, False, True]),
         normalizer=choose(["", "number", "function"]) if reduction == "sum" else "",
-        rounds=choose([False, True]),
         measures=choose([False, True]),
         half=choose([False, False, True]),
         further=further(choose),

@@ -87,6 +87,13 @@ void Masters::set(std::size_t parameter, const at::Tensor& value) {
   }
 }
 
+void Masters::set_weight(std::size_t parameter, const at::Tensor& value) {
+  slots_.weight(slots_.newest(), parameter).copy_(value);
+  if (host_) {
+    newest(slots_.newest(), parameter).copy_(value);
+  }
+}
+
 bool Masters::is_split(std::size_t parameter) const {
   return layout_.buffers()[layout_.place(parameter).buffer].master == at::kShort;
 }

@@ -34,6 +34,8 @@ class Masters {
   at::Tensor of(int slot, std::size_t parameter) const;
   // Sets the newest weight and its master.
   void set(std::size_t parameter, const at::Tensor& value);
+  // Sets the newest weight alone: it is none of a master's rounding.
+  void set_weight(std::size_t parameter, const at::Tensor& value);
   // Whether a parameter has a master that is no tensor of the stage's device, or not of all
   // replicas.
   bool hides(std::size_t parameter) const;

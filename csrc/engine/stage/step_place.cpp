@@ -31,20 +31,19 @@ std::vector<Share> StepPlace::runs() const {
   return runs;
 }
 
-void StepPlace::set_optimizers(const std::vector<OptimizerGroups>& optimizers,
-                               bool keeps_bfloat16) {
+void StepPlace::set_optimizers(const std::vector<OptimizerGroups>& optimizers) {
   fused_.clear();
   stepped_.assign(layout_.num_parameters(), {});
   for (const OptimizerGroups& groups : optimizers) {
     PD2_ASSERT(groups.of_parameter.size() == stepped_.size(), "a group for each parameter");
     for (const Share& run : runs()) {
-      add_fused(groups, run, keeps_bfloat16);
+      add_fused(groups, run);
     }
   }
   std::ranges::stable_sort(fused_, {}, [](const Fused& fused) { return fused.run.bucket; });
 }
 
-void StepPlace::add_fused(const OptimizerGroups& groups, const Share& run, bool keeps_bfloat16) {
+void StepPlace::add_fused(const OptimizerGroups& groups, const Share& run) {
   Fused fused{.run = run, .members = {}, .optimizer = nullptr, .master = {}};
   std::vector<ParameterSlice> slices;
   std::vector<std::size_t> parameters;
@@ -65,8 +64,7 @@ void StepPlace::add_fused(const OptimizerGroups& groups, const Share& run, bool 
   const at::Tensor flat =
       (host_ ? host_->gradients(run.dtype) : gradients_.of_dtype(run.dtype).flat(0))
           .narrow(0, run.begin, numel);
-  fused.optimizer = std::make_unique<FusedOptimizer>(
-      groups.kind, std::move(slices), flat, keeps_bfloat16 && flat.scalar_type() != at::kDouble);
+  fused.optimizer = std::make_unique<FusedOptimizer>(groups.kind, std::move(slices), flat);
   fused.master = masters_.range(run.dtype, run.begin, numel);
   for (std::size_t index = 0; index < parameters.size(); ++index) {
     Stepped& stepped = stepped_[parameters[index]];

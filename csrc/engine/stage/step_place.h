@@ -46,8 +46,7 @@ class StepPlace {
              const std::function<bool()>& is_stopped);
 
   // A parameter is in at most one of them.
-  // `keeps_bfloat16`: what their feedback keeps is rounded to it, if it is not float64.
-  void set_optimizers(const std::vector<OptimizerGroups>& optimizers, bool keeps_bfloat16 = false);
+  void set_optimizers(const std::vector<OptimizerGroups>& optimizers);
   bool has_optimizers() const { return stepped_.size() == layout_.num_parameters(); }
   bool is_fused(std::size_t parameter) const { return stepped_.at(parameter).by != nullptr; }
   // Steps the fused optimizers' parameters from one slot to another; their gradients are multiplied
@@ -88,7 +87,7 @@ class StepPlace {
   const Stepped& stepped(std::size_t parameter) const;
   // All that this replica steps.
   std::vector<Share> runs() const;
-  void add_fused(const OptimizerGroups& groups, const Share& run, bool keeps_bfloat16);
+  void add_fused(const OptimizerGroups& groups, const Share& run);
   void step_fused(const Fused& fused, const at::Tensor& from, const at::Tensor& to,
                   std::span<const GroupOptions> groups, const at::Tensor& factor);
   // Whether the fused optimizers step all of this replica's parameters.

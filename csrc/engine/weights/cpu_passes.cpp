@@ -54,25 +54,16 @@ void step_fed(const Weights& weights, const FlatStep& step, const kernels::StepO
   }
 }
 
-template <typename Kept>
-kernels::Feedback<Kept> feedback_at(const FlatStep& step, const kernels::StepOfRun& run,
-                                    std::int64_t begin) {
-  return {static_cast<Kept*>(step.arrays.kept) + run.state + begin - run.begin, *run.feedback};
-}
-
 template <typename Weights>
 void step_part(const Weights& weights, const FlatStep& step, const kernels::StepOfRun& run,
                std::int64_t begin, std::int64_t end) {
-  using T = typename Weights::Scalar;
   if (!run.feedback) {
     return step_fed(weights, step, run, begin, end, kernels::NoFeedback());
   }
-  if constexpr (std::is_same_v<T, float>) {
-    if (step.arrays.keeps_bfloat16) {
-      return step_fed(weights, step, run, begin, end, feedback_at<std::uint16_t>(step, run, begin));
-    }
-  }
-  step_fed(weights, step, run, begin, end, feedback_at<T>(step, run, begin));
+  using T = typename Weights::Scalar;
+  T* kept = static_cast<T*>(step.arrays.kept);
+  if (kept != nullptr) kept += run.state + begin - run.begin;
+  step_fed(weights, step, run, begin, end, kernels::Feedback<T>{kept, *run.feedback});
 }
 
 template <typename Weights>

@@ -43,7 +43,7 @@ bool FusedOptimizer::supports(at::ScalarType dtype, at::Device device) {
 }
 
 FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
-                               const at::Tensor& flat_example, bool keeps_bfloat16)
+                               const at::Tensor& flat_example)
     : kind_(kind),
       slices_(std::move(slices)),
       numel_(flat_example.numel()),
@@ -52,14 +52,11 @@ FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> s
           gradient_dtype_ == at::kBFloat16 ? at::kFloat : gradient_dtype_)),
       step_counts_(slices_.size(), 0),
       has_momentum_(slices_.size(), false),
-      keeps_bfloat16_(keeps_bfloat16),
       has_kept_(slices_.size(), false) {
   PD2_CHECK(
       supports(options_.dtype().toScalarType(), flat_example.device()),
       "flat buffer: ", gradient_dtype_, " on ", flat_example.device(),
       ": the fused optimizer needs float32, float64 or bfloat16 on a device it was built for");
-  PD2_CHECK(!keeps_bfloat16_ || options_.dtype() == at::kFloat, "flat buffer: ", gradient_dtype_,
-            ": what feedback keeps of it can be rounded to bfloat16 from float32 only");
   const std::int64_t line = alignment_bytes(flat_example.device()) / flat_example.element_size();
   std::int64_t end = 0;
   for (std::size_t i = 0; i < slices_.size(); ++i) {
@@ -83,7 +80,8 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
                           const std::vector<bool>& has_gradient, const at::Tensor& master,
                           const at::Tensor& factor) {
   check_arguments(w, gradient, w_out, groups, has_gradient, master);
-  allocate_state(groups, has_gradient);
+  const bool keeps_steps = !master.defined() || master.scalar_type() == at::kShort;
+  allocate_state(groups, has_gradient, keeps_steps);
 
   const bool is_known = factor.defined() && factor.is_cpu();
   // Raw pointers: views of these buffers are saved by backward passes in flight, and writing
@@ -97,8 +95,9 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
                            .g = gradient.const_data_ptr(),
                            .has_bfloat16_gradients = gradient_dtype_ == at::kBFloat16,
                            .state = {},
+                           .is_fed = std::ranges::any_of(
+                               runs, [](const auto& run) { return run.feedback.has_value(); }),
                            .kept = kept_.defined() ? kept_.mutable_data_ptr() : nullptr,
-                           .keeps_bfloat16 = keeps_bfloat16_,
                            .table = nullptr,
                            .num_chunks = 0},
                 .gradient = gradient.mutable_data_ptr(),
@@ -115,7 +114,8 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
   passes.step(step, table_);
 
   for (std::size_t i = 0; i < slices_.size(); ++i) {
-    has_kept_[i] = has_gradient[i] && groups[slices_[i].group].feedback_coefficient != 0.0;
+    has_kept_[i] =
+        keeps_steps && has_gradient[i] && groups[slices_[i].group].feedback_coefficient != 0.0;
     if (!has_gradient[i]) continue;
     ++step_counts_[i];
     if (groups[slices_[i].group].sgd.momentum != 0.0) has_momentum_[i] = true;
@@ -160,11 +160,11 @@ void FusedOptimizer::check_arguments(const at::Tensor& w, const at::Tensor& grad
 }
 
 void FusedOptimizer::allocate_state(std::span<const GroupOptions> groups,
-                                    const std::vector<bool>& has_gradient) {
+                                    const std::vector<bool>& has_gradient, bool keeps_steps) {
   for (std::size_t i = 0; i < slices_.size(); ++i) {
     if (!has_gradient[i]) continue;
     const GroupOptions& group = groups[slices_[i].group];
-    if (group.feedback_coefficient != 0.0) kept_or_zeros();
+    if (keeps_steps && group.feedback_coefficient != 0.0) kept_or_zeros();
     if (kind_ == OptimizerKind::kSgd) {
       if (group.sgd.momentum != 0.0) state_or_zeros(0);
     } else {
@@ -246,8 +246,7 @@ void FusedOptimizer::set_step_count(std::size_t i, std::int64_t count) {
 
 at::Tensor FusedOptimizer::kept_or_zeros() {
   if (!kept_.defined()) {
-    kept_ = zeros_on_huge_pages(state_numel_,
-                                keeps_bfloat16_ ? options_.dtype(at::kBFloat16) : options_);
+    kept_ = zeros_on_huge_pages(state_numel_, options_);
   }
   return kept_;
 }

@@ -52,9 +52,8 @@ class FusedOptimizer {
   // of that dtype too; of bfloat16 gradients, which bfloat16 weights with a master may have, it is
   // float32. Slices are in ascending order. Throws ValueError for slices that overlap, are not on a
   // 64-byte boundary or leave the buffer, and where supports() is false.
-  // `keeps_bfloat16`: what feedback keeps is rounded; not with float64.
   FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
-                 const at::Tensor& flat_example, bool keeps_bfloat16 = false);
+                 const at::Tensor& flat_example);
 
   // Writes every slice of `w_out`: parameters with a gradient are stepped, the others copied bit
   // for bit, their state and step count untouched (as stock optimizers skip grad None). Elements
@@ -63,9 +62,9 @@ class FusedOptimizer {
   // enqueued on its current stream: one launch. Throws ValueError, before anything is written, if a
   // tensor or list does not fit the slices.
   //
-  // `master`: the float32 weights of which `w` and `w_out` (bfloat16, float16) are roundings,
-  // stepped in place; or int16, what the roundings to bfloat16 took off (kernels/half.h).
-  // Undefined: the weights themselves are stepped.
+  // `master`: the float32 weights of which `w` and `w_out` (bfloat16, float16) are roundings, or
+  // with feedback were before its correction, stepped in place; or int16, what the roundings to
+  // bfloat16 took off (kernels/half.h). Undefined: the weights themselves are stepped.
   //
   // `factor`: one number of float32 or float64, on the host or the device, by which the gradients
   // are multiplied first, to the bits of mul_(); what they are afterwards is not said.
@@ -90,7 +89,7 @@ class FusedOptimizer {
   void mark_loaded(std::size_t i) { has_momentum_.at(i) = true; }
 
   // The flat tensor of the steps that feedback keeps, packed as states are; undefined before the
-  // first. A parameter's part means something while has_kept() is true of it.
+  // first, and with float32 masters. A parameter's part means something while has_kept() is true.
   at::Tensor kept() const { return kept_; }
   at::Tensor kept_or_zeros();
   bool has_kept(std::size_t i) const { return has_kept_.at(i); }
@@ -104,7 +103,8 @@ class FusedOptimizer {
   void check_arguments(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
                        std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient,
                        const at::Tensor& master) const;
-  void allocate_state(std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient);
+  void allocate_state(std::span<const GroupOptions> groups, const std::vector<bool>& has_gradient,
+                      bool keeps_steps);
   std::vector<kernels::StepOfRun> runs(std::span<const GroupOptions> groups,
                                        const std::vector<bool>& has_gradient) const;
 
@@ -127,7 +127,6 @@ class FusedOptimizer {
   std::vector<State> states_;
   std::vector<std::int64_t> step_counts_;
   std::vector<bool> has_momentum_;
-  const bool keeps_bfloat16_;
   at::Tensor kept_;
   std::vector<bool> has_kept_;
   at::Tensor table_;  // of the passes

@@ -32,18 +32,20 @@ inline V load_weights(const SplitWeights& a, std::int64_t i, Count count) {
   return V::join(a.w + i, a.remainder + i, count);
 }
 
+// `w`: of a master; `out`: what stages compute with.
 template <bool kStream, typename V, typename T, typename Count>
-inline void store_weights(const PlainWeights<T>& a, std::int64_t i, V w, Count count) {
-  w.template store<kStream>(a.w_out + i, count);
+inline void store_weights(const PlainWeights<T>& a, std::int64_t i, V, V out, Count count) {
+  out.template store<kStream>(a.w_out + i, count);
 }
 template <bool kStream, typename V, HalfFormat kFormat, typename Count>
-inline void store_weights(const MasterWeights<kFormat>& a, std::int64_t i, V w, Count count) {
+inline void store_weights(const MasterWeights<kFormat>& a, std::int64_t i, V w, V out,
+                          Count count) {
   w.template store<false>(a.master + i, count);
-  w.template store_half<kFormat, kStream>(a.w_out + i, count);
+  out.template store_half<kFormat, kStream>(a.w_out + i, count);
 }
 template <bool kStream, typename V, typename Count>
-inline void store_weights(const SplitWeights& a, std::int64_t i, V w, Count count) {
-  w.template split<kStream>(a.w_out + i, a.remainder + i, count);
+inline void store_weights(const SplitWeights& a, std::int64_t i, V, V out, Count count) {
+  out.template split<kStream>(a.w_out + i, a.remainder + i, count);
 }
 
 template <typename T>
@@ -68,31 +70,27 @@ inline void prefetch_weights(const SplitWeights& a, std::int64_t i, std::int64_t
 
 // What a step's feedback makes of a vector. `Fed` is NoFeedback or a FedArray.
 
-template <typename V, typename Count>
-inline void store_kept(typename V::Scalar* p, V kept, Count count) {
-  kept.template store<false>(p, count);
-}
-template <typename V, typename Count>
-inline void store_kept(std::uint16_t* p, V kept, Count count) {
-  kept.template store_half<HalfFormat::kBfloat16, false>(p, count);
-}
-
-template <typename V, typename Count>
+template <typename Weights, typename V, typename Count>
 inline V fed_back(const NoFeedback&, std::int64_t, V, V after, Count) {
   return after;
 }
-template <typename V, typename Kept, typename Count>
-inline V fed_back(const FedArray<V, Kept>& fed, std::int64_t i, V before, V after, Count count) {
-  V kept = V::load(fed.kept + i, count);
-  after = fed.step.correct(before, after, kept);
-  store_kept(fed.kept + i, kept, count);
-  return after;
+template <typename Weights, typename V, typename Count>
+inline V fed_back(const FedArray<V>& fed, std::int64_t i, V before, V after, Count count) {
+  if constexpr (HasMaster<Weights>) {
+    return fed.step.ahead(before, after);
+  } else {
+    V kept = V::load(fed.kept + i, count);
+    after = fed.step.correct(before, after, kept);
+    kept.template store<false>(fed.kept + i, count);
+    return after;
+  }
 }
 
+template <typename Weights>
 inline void prefetch_kept(const NoFeedback&, std::int64_t, std::int64_t) {}
-template <typename V, typename Kept>
-inline void prefetch_kept(const FedArray<V, Kept>& fed, std::int64_t i, std::int64_t count) {
-  prefetch(fed.kept + i, count);
+template <typename Weights, typename V>
+inline void prefetch_kept(const FedArray<V>& fed, std::int64_t i, std::int64_t count) {
+  if constexpr (!HasMaster<Weights>) prefetch(fed.kept + i, count);
 }
 
 // Everything is read before anything is written.
@@ -103,9 +101,10 @@ inline void step_vector(const Arrays<Weights, kStates>& a, std::int64_t i, const
   V state[kStates + 1];
   for (int s = 0; s < kStates; ++s) state[s] = V::load(a.state[s] + i, count);
   const V w = load_weights<V>(a.weights, i, count);
-  const V w_out = step.template step<kStates>(w, V::load(a.g + i, count), state);
+  const V stepped = step.template step<kStates>(w, V::load(a.g + i, count), state);
   for (int s = 0; s < kStates; ++s) state[s].template store<false>(a.state[s] + i, count);
-  store_weights<kStream>(a.weights, i, fed_back(fed, i, w, w_out, count), count);
+  const V out = fed_back<Weights>(fed, i, w, stepped, count);
+  store_weights<kStream>(a.weights, i, stepped, out, count);
 }
 
 // Flat, as a call for each vector would cost more than what is called.
@@ -120,7 +119,7 @@ template <bool kStream, typename V, typename Weights, int kStates, typename Step
     prefetch_weights(a.weights, i, kLine);
     prefetch(a.g + i, kLine);
     for (int s = 0; s < kStates; ++s) prefetch(a.state[s] + i, kLine);
-    prefetch_kept(fed, i, kLine);
+    prefetch_kept<Weights>(fed, i, kLine);
 #pragma GCC unroll 16
     for (std::int64_t j = 0; j < kLine; j += V::kWidth) {
       step_vector<kStream, V>(a, i + j, step, fed, Whole());
@@ -155,8 +154,8 @@ template <typename V>
 NoFeedback fed_array(const NoFeedback&) {
   return {};
 }
-template <typename V, typename Kept>
-FedArray<V, Kept> fed_array(const Feedback<Kept>& feedback) {
+template <typename V>
+FedArray<V> fed_array(const Feedback<typename V::Scalar>& feedback) {
   return {FeedbackStep<V>(feedback.options), feedback.kept};
 }
 
@@ -184,12 +183,8 @@ constexpr FedPasses<Weights, Fed> fed_passes() {
 struct PassesOfEach {
   template <typename Weights>
   constexpr operator Passes<Weights>() const {
-    using T = typename Weights::Scalar;
-    FedPasses<Weights, Feedback<std::uint16_t>> of_floats{};
-    if constexpr (sizeof(T) == sizeof(float)) {
-      of_floats = fed_passes<Weights, Feedback<std::uint16_t>>();
-    }
-    return {fed_passes<Weights, NoFeedback>(), fed_passes<Weights, Feedback<T>>(), of_floats};
+    return {fed_passes<Weights, NoFeedback>(),
+            fed_passes<Weights, Feedback<typename Weights::Scalar>>()};
   }
 };
 

@@ -21,8 +21,7 @@ struct FedPasses : Pass<Weights, SgdOptions, Fed>, Pass<Weights, AdamOptions, Fe
 
 template <typename Weights>
 struct Passes : FedPasses<Weights, NoFeedback>,
-                FedPasses<Weights, Feedback<typename Weights::Scalar>>,
-                FedPasses<Weights, Feedback<std::uint16_t>> {};  // the last are of floats alone
+                FedPasses<Weights, Feedback<typename Weights::Scalar>> {};
 
 // Those of every kind of weights.
 struct AllPasses : Passes<PlainWeights<float>>,

@@ -23,8 +23,8 @@ struct StepLaunch {
   const void* g;
   bool has_bfloat16_gradients = false;  // of kBfloat16Master and kSplit alone
   void* state[3];                       // null where the optimizer keeps none
-  void* kept = nullptr;                 // of runs with feedback; null: there are none
-  bool keeps_bfloat16 = false;          // else of the type of the arithmetic; not of kDouble
+  bool is_fed = false;                  // runs may have feedback
+  void* kept = nullptr;                 // of these; null where there is a float32 master
   const void* table;                    // see step_table.h
   std::int64_t num_chunks;              // blocks to start; the table's own number rules
 };

@@ -36,27 +36,30 @@ PD2_HOST_DEVICE Pack<float, kWidth> load_weights(const SplitWeights& a, int i) {
   return w;
 }
 
+// `w`: of a master; `out`: what stages compute with.
 template <int kWidth, typename T>
-PD2_HOST_DEVICE void store_weights(const PlainWeights<T>& a, int i, const Pack<T, kWidth>& w) {
-  write(a.w_out + i, w);
+PD2_HOST_DEVICE void store_weights(const PlainWeights<T>& a, int i, const Pack<T, kWidth>&,
+                                   const Pack<T, kWidth>& out) {
+  write(a.w_out + i, out);
 }
 template <int kWidth, HalfFormat kFormat>
 PD2_HOST_DEVICE void store_weights(const MasterWeights<kFormat>& a, int i,
-                                   const Pack<float, kWidth>& w) {
+                                   const Pack<float, kWidth>& w, const Pack<float, kWidth>& out) {
   Pack<std::uint16_t, kWidth> half;
   for (int lane = 0; lane < kWidth; ++lane) {
-    half.lane[lane] =
-        kFormat == HalfFormat::kBfloat16 ? bfloat16_bits(w.lane[lane]) : float16_bits(w.lane[lane]);
+    half.lane[lane] = kFormat == HalfFormat::kBfloat16 ? bfloat16_bits(out.lane[lane])
+                                                       : float16_bits(out.lane[lane]);
   }
   write(a.master + i, w);
   write(a.w_out + i, half);
 }
 template <int kWidth>
-PD2_HOST_DEVICE void store_weights(const SplitWeights& a, int i, const Pack<float, kWidth>& w) {
+PD2_HOST_DEVICE void store_weights(const SplitWeights& a, int i, const Pack<float, kWidth>&,
+                                   const Pack<float, kWidth>& out) {
   Pack<std::uint16_t, kWidth> high;
   Pack<std::int16_t, kWidth> remainder;
   for (int lane = 0; lane < kWidth; ++lane) {
-    const SplitFloat parts = split(w.lane[lane]);
+    const SplitFloat parts = split(out.lane[lane]);
     high.lane[lane] = parts.high;
     remainder.lane[lane] = parts.remainder;
   }
@@ -88,39 +91,35 @@ PD2_HOST_DEVICE inline Float scaled_gradient(std::uint16_t g, Float scale) {
 
 // What a step's feedback makes of neighbours. `Fed` is NoFeedback or a FedArray.
 
-PD2_HOST_DEVICE inline void to_kept(float& kept, Float step) { kept = step.v; }
-PD2_HOST_DEVICE inline void to_kept(double& kept, Double step) { kept = step.v; }
-PD2_HOST_DEVICE inline void to_kept(std::uint16_t& kept, Float step) {
-  kept = bfloat16_bits(step.v);
+template <typename Weights, typename T, int kWidth>
+PD2_HOST_DEVICE Pack<T, kWidth> fed_back(const NoFeedback&, int, const Pack<T, kWidth>&,
+                                         const Pack<T, kWidth>& after) {
+  return after;
 }
-template <typename V>
-PD2_HOST_DEVICE V from_kept(typename V::Scalar kept) {
-  return {kept};
-}
-template <typename V>
-PD2_HOST_DEVICE V from_kept(std::uint16_t kept) {
-  return {float_of_bfloat16(kept)};
-}
-
-template <typename T, int kWidth>
-PD2_HOST_DEVICE void feed_back(const NoFeedback&, int, const Pack<T, kWidth>&, Pack<T, kWidth>&) {}
-template <typename T, int kWidth, typename Kept>
-PD2_HOST_DEVICE void feed_back(const FedArray<Number<T>, Kept>& fed, int i,
-                               const Pack<T, kWidth>& before, Pack<T, kWidth>& after) {
+template <typename Weights, typename T, int kWidth>
+PD2_HOST_DEVICE Pack<T, kWidth> fed_back(const FedArray<Number<T>>& fed, int i,
+                                         const Pack<T, kWidth>& before, Pack<T, kWidth> after) {
   using V = Number<T>;
-  Pack<Kept, kWidth> pack = read<kWidth>(static_cast<const Kept*>(fed.kept) + i);
-  for (int lane = 0; lane < kWidth; ++lane) {
-    V kept = from_kept<V>(pack.lane[lane]);
-    after.lane[lane] = fed.step.correct(V{before.lane[lane]}, V{after.lane[lane]}, kept).v;
-    to_kept(pack.lane[lane], kept);
+  if constexpr (HasMaster<Weights>) {
+    for (int lane = 0; lane < kWidth; ++lane) {
+      after.lane[lane] = fed.step.ahead(V{before.lane[lane]}, V{after.lane[lane]}).v;
+    }
+  } else {
+    Pack<T, kWidth> pack = read<kWidth>(static_cast<const T*>(fed.kept) + i);
+    for (int lane = 0; lane < kWidth; ++lane) {
+      V kept{pack.lane[lane]};
+      after.lane[lane] = fed.step.correct(V{before.lane[lane]}, V{after.lane[lane]}, kept).v;
+      pack.lane[lane] = kept.v;
+    }
+    write(fed.kept + i, pack);
   }
-  write(fed.kept + i, pack);
+  return after;
 }
 
 PD2_HOST_DEVICE inline bool is_fed_aligned(const NoFeedback&) { return true; }
-template <typename V, typename Kept>
-PD2_HOST_DEVICE bool is_fed_aligned(const FedArray<V, Kept>& fed) {
-  return is_aligned(fed.kept);
+template <typename V>
+PD2_HOST_DEVICE bool is_fed_aligned(const FedArray<V>& fed) {
+  return is_aligned(fed.kept);  // null is
 }
 
 // Steps kWidth neighbours with whole accesses to each array. Everything is read before anything is
@@ -136,17 +135,16 @@ PD2_HOST_DEVICE void step_pack(const Arrays<Weights, kStates>& a, int i, const S
   for (int s = 0; s < kStates; ++s) {
     state[s] = read<kWidth>(static_cast<const T*>(a.state[s]) + i);
   }
-  Pack<T, kWidth> w_out;
+  Pack<T, kWidth> stepped;
   for (int lane = 0; lane < kWidth; ++lane) {
     V numbers[kStates + 1];
     for (int s = 0; s < kStates; ++s) numbers[s] = {state[s].lane[lane]};
     const V gradient = scaled_gradient(g.lane[lane], gradient_scale);
-    w_out.lane[lane] = step.template step<kStates>(V{w.lane[lane]}, gradient, numbers).v;
+    stepped.lane[lane] = step.template step<kStates>(V{w.lane[lane]}, gradient, numbers).v;
     for (int s = 0; s < kStates; ++s) state[s].lane[lane] = numbers[s].v;
   }
   for (int s = 0; s < kStates; ++s) write(a.state[s] + i, state[s]);
-  feed_back(fed, i, w, w_out);
-  store_weights(a.weights, i, w_out);
+  store_weights(a.weights, i, stepped, fed_back<Weights>(fed, i, w, stepped));
 }
 
 // A thread's part of n <= kStepChunk elements.
@@ -178,22 +176,22 @@ PD2_HOST_DEVICE void copy_chunk(const T* from, T* to, int n, int thread) {
   for (int i = in_packs + thread; i < n; i += kThreads) to[i] = from[i];
 }
 
-// Kept is void where no run has feedback.
-template <typename Weights, typename Kept>
+// `kIsFed`: runs may have feedback.
+template <typename Weights, bool kIsFed>
 struct StepArrays {
   using T = typename Weights::Scalar;
   static constexpr bool kHasFewNumbers =
-      std::is_same_v<typename Weights::Gradient, float> && std::is_void_v<Kept>;
+      std::is_same_v<typename Weights::Gradient, float> && !kIsFed;
   Weights weights;
   const typename Weights::Out* w;  // what a parameter without a step keeps
   const typename Weights::Gradient* g;
   T* state[3];
-  Kept* kept;
+  T* kept;  // null where there is a master
   const void* table;
 };
 
-template <int kStates, typename Weights, typename Kept>
-PD2_HOST_DEVICE Arrays<Weights, kStates> arrays_at(const StepArrays<Weights, Kept>& a,
+template <int kStates, typename Weights, bool kIsFed>
+PD2_HOST_DEVICE Arrays<Weights, kStates> arrays_at(const StepArrays<Weights, kIsFed>& a,
                                                    std::int64_t i, std::int64_t state) {
   Arrays<Weights, kStates> result{a.weights.at(i), a.g + i, {}};
   for (int s = 0; s < kStates; ++s) result.state[s] = a.state[s] + state;
@@ -201,23 +199,24 @@ PD2_HOST_DEVICE Arrays<Weights, kStates> arrays_at(const StepArrays<Weights, Kep
 }
 
 // The chunk of a run that begins with this element.
-template <int kStates, typename Step, typename Weights, typename Kept>
-PD2_HOST_DEVICE void step_run(const StepArrays<Weights, Kept>& a, const StepRun<Step>& run,
+template <int kStates, typename Step, typename Weights, bool kIsFed>
+PD2_HOST_DEVICE void step_run(const StepArrays<Weights, kIsFed>& a, const StepRun<Step>& run,
                               std::int64_t begin, int n, int thread,
                               Number<typename Weights::Scalar> gradient_scale) {
   const std::int64_t state = run.state + begin - run.begin;
   const auto arrays = arrays_at<kStates>(a, begin, state);
-  if constexpr (!std::is_void_v<Kept>) {
+  if constexpr (kIsFed) {
     if (run.is_fed) {
-      const FedArray<typename Step::Vector, Kept> fed{run.feedback, a.kept + state};
+      const FedArray<typename Step::Vector> fed{run.feedback,
+                                                HasMaster<Weights> ? nullptr : a.kept + state};
       return step_chunk(arrays, n, thread, run.step, fed, gradient_scale);
     }
   }
   step_chunk(arrays, n, thread, run.step, NoFeedback(), gradient_scale);
 }
 
-template <typename Step, typename Weights, typename Kept>
-PD2_HOST_DEVICE void step_thread(const StepArrays<Weights, Kept>& a, const GridThread& place) {
+template <typename Step, typename Weights, bool kIsFed>
+PD2_HOST_DEVICE void step_thread(const StepArrays<Weights, kIsFed>& a, const GridThread& place) {
   using V = Number<typename Weights::Scalar>;
   constexpr int kFewest = Step::kFewestStates;
   const StepControl control = *static_cast<const StepControl*>(a.table);
@@ -242,16 +241,16 @@ PD2_HOST_DEVICE void step_thread(const StepArrays<Weights, Kept>& a, const GridT
 }
 
 // Calls visit(StepArrays, std::type_identity<Step>) with the launch's types.
-template <typename Kept, typename Weights, typename Visit>
+template <bool kIsFed, typename Weights, typename Visit>
 void visit_rule(const StepLaunch& launch, const Weights& weights, const Visit& visit) {
   using T = typename Weights::Scalar;
-  const StepArrays<Weights, Kept> arrays{
+  const StepArrays<Weights, kIsFed> arrays{
       weights,
       static_cast<const typename Weights::Out*>(launch.w),
       static_cast<const typename Weights::Gradient*>(launch.g),
       {static_cast<T*>(launch.state[0]), static_cast<T*>(launch.state[1]),
        static_cast<T*>(launch.state[2])},
-      static_cast<Kept*>(launch.kept),
+      static_cast<T*>(launch.kept),
       launch.table};
   if (launch.rule == StepRule::kSgd) {
     visit(arrays, std::type_identity<SgdStep<Number<T>>>());
@@ -262,12 +261,8 @@ void visit_rule(const StepLaunch& launch, const Weights& weights, const Visit& v
 template <typename Visit>
 void visit_step(const StepLaunch& launch, const Visit& visit) {
   visit_weights(launch, [&]<typename Weights>(const Weights& weights) {
-    using T = typename Weights::Scalar;
-    if (launch.kept == nullptr) return visit_rule<void>(launch, weights, visit);
-    if constexpr (std::is_same_v<T, float>) {
-      if (launch.keeps_bfloat16) return visit_rule<std::uint16_t>(launch, weights, visit);
-    }
-    visit_rule<T>(launch, weights, visit);
+    if (launch.is_fed) return visit_rule<true>(launch, weights, visit);
+    visit_rule<false>(launch, weights, visit);
   });
 }
 

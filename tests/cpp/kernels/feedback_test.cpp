@@ -43,7 +43,7 @@ struct OfKind {
   static constexpr bool kIsSplit = std::is_base_of_v<SplitWeights, Weights>;
 
   explicit OfKind(std::size_t n)
-      : w(n), master(n), out(n), state0(n), state1(n), remainder(n), g(n), kept(n), kept16(n) {
+      : w(n), master(n), out(n), state0(n), state1(n), remainder(n), g(n), kept(n) {
     std::mt19937 generator(static_cast<unsigned>(n));
     std::normal_distribution<double> normal;
     for (std::size_t i = 0; i < n; ++i) {
@@ -63,7 +63,6 @@ struct OfKind {
       state0[i] = static_cast<T>(normal(generator));
       state1[i] = static_cast<T>(gradient * gradient);
       kept[i] = static_cast<T>(0.1 * normal(generator));
-      kept16[i] = bfloat16_bits(static_cast<float>(kept[i]));
     }
   }
 
@@ -114,7 +113,6 @@ struct OfKind {
   std::vector<std::int16_t> remainder;
   std::vector<Gradient> g;
   std::vector<T> kept;
-  std::vector<std::uint16_t> kept16;
 };
 
 enum class Rule { kSgd, kMomentum, kAdam };
@@ -144,8 +142,8 @@ WeightsKind kind_of() {
 
 // In two runs, the second of which has no feedback from `fed` elements on.
 template <typename Weights>
-void step_by_grid(OfKind<Weights>& a, Rule rule, bool in_place, bool keeps_bfloat16,
-                  const FeedbackOptions& options, std::int64_t fed) {
+void step_by_grid(OfKind<Weights>& a, Rule rule, bool in_place, const FeedbackOptions& options,
+                  std::int64_t fed) {
   using T = typename Weights::Scalar;
   const auto n = static_cast<std::int64_t>(a.w.size());
   const auto chosen = [&]() -> decltype(StepOfRun::options) {
@@ -157,7 +155,6 @@ void step_by_grid(OfKind<Weights>& a, Rule rule, bool in_place, bool keeps_bfloa
       {.begin = fed, .end = n, .state = fed, .options = chosen}};
   const StepRule step_rule = rule == Rule::kAdam ? StepRule::kAdam : StepRule::kSgd;
   const auto table = step_table(step_rule, kind_of<Weights>(), runs, 1);
-  void* kept = keeps_bfloat16 ? static_cast<void*>(a.kept16.data()) : a.kept.data();
   step_on_host({.rule = step_rule,
                 .kind = kind_of<Weights>(),
                 .w = a.w.data(),
@@ -167,8 +164,8 @@ void step_by_grid(OfKind<Weights>& a, Rule rule, bool in_place, bool keeps_bfloa
                 .g = a.g.data(),
                 .has_bfloat16_gradients = !std::is_same_v<typename Weights::Gradient, T>,
                 .state = {a.state0.data(), a.state1.data(), nullptr},
-                .kept = kept,
-                .keeps_bfloat16 = keeps_bfloat16,
+                .is_fed = true,
+                .kept = HasMaster<Weights> ? nullptr : a.kept.data(),
                 .table = table.data(),
                 .num_chunks = 1},
                3);
@@ -187,31 +184,28 @@ void expect_same(const Numbers& actual, const Numbers& expected, const char* wha
 // The definition, after a plain step.
 template <typename Weights>
 void feed_back(const OfKind<Weights>& before, OfKind<Weights>& a, bool in_place,
-               bool keeps_bfloat16, const FeedbackOptions& options, std::size_t fed) {
+               const FeedbackOptions& options, std::size_t fed) {
   using T = typename Weights::Scalar;
   const std::vector<T> old = before.values(/*in_place=*/true);
   const std::vector<T> stepped = a.values(in_place);
   auto& weights = in_place ? a.w : a.out;
   for (std::size_t i = 0; i < fed; ++i) {
     const T step = stepped[i] - old[i];
+    const auto coefficient = static_cast<T>(options.coefficient);
+    if constexpr (HasMaster<Weights>) {
+      const T change = step * coefficient;
+      weights[i] = OfKind<Weights>::rounded(stepped[i] + change);
+      continue;
+    }
     T corrected = stepped[i];
     if (!options.first_step) {
-      const T kept = keeps_bfloat16 ? static_cast<T>(float_of_bfloat16(a.kept16[i])) : a.kept[i];
-      const T error = step - kept;
-      const T change = error * static_cast<T>(options.coefficient);
+      const T error = step - a.kept[i];
+      const T change = error * coefficient;
       corrected = stepped[i] + change;
     }
-    if (keeps_bfloat16) {
-      a.kept16[i] = bfloat16_bits(static_cast<float>(step));
-    } else {
-      a.kept[i] = step;
-    }
+    a.kept[i] = step;
     weights[i] = OfKind<Weights>::rounded(corrected);
-    if constexpr (OfKind<Weights>::kIsSplit) {
-      a.remainder[i] = split(corrected).remainder;
-    } else if constexpr (!OfKind<Weights>::kIsPlain) {
-      a.master[i] = corrected;
-    }
+    if constexpr (OfKind<Weights>::kIsSplit) a.remainder[i] = split(corrected).remainder;
   }
 }
 
@@ -221,36 +215,26 @@ void check(bool on_grid) {
     for (const Rule rule : {Rule::kSgd, Rule::kMomentum, Rule::kAdam}) {
       for (const bool in_place : {false, true}) {
         for (const bool first_step : {false, true}) {
-          for (const bool keeps_bfloat16 : {false, true}) {
-            if (keeps_bfloat16 && sizeof(typename Weights::Scalar) == 8) continue;
-            if (n > 1'000 && (rule != Rule::kAdam || first_step)) continue;  // seconds
-            const FeedbackOptions options{kCoefficient, first_step};
-            const OfKind<Weights> before(n);
-            OfKind<Weights> actual = before, expected = before;
-            const std::size_t fed = on_grid ? n - n / 3 : n;
-            if (on_grid) {
-              step_by_grid(actual, rule, in_place, keeps_bfloat16, options,
-                           static_cast<std::int64_t>(fed));
-            } else if (keeps_bfloat16) {
-              if constexpr (sizeof(typename Weights::Scalar) == 4) {
-                step_on_cpu(actual, rule, in_place,
-                            Feedback<std::uint16_t>{actual.kept16.data(), options});
-              }
-            } else {
-              step_on_cpu(actual, rule, in_place,
-                          Feedback<typename Weights::Scalar>{actual.kept.data(), options});
-            }
-            step_on_cpu(expected, rule, in_place);
-            feed_back(before, expected, in_place, keeps_bfloat16, options, fed);
-            expect_same(actual.w, expected.w, "weights");
-            expect_same(actual.out, expected.out, "new weights");
-            expect_same(actual.master, expected.master, "master");
-            expect_same(actual.remainder, expected.remainder, "remainder");
-            expect_same(actual.state0, expected.state0, "state 0");
-            expect_same(actual.state1, expected.state1, "state 1");
-            expect_same(actual.kept, expected.kept, "kept");
-            expect_same(actual.kept16, expected.kept16, "kept as bfloat16");
+          if (n > 1'000 && (rule != Rule::kAdam || first_step)) continue;  // seconds
+          const FeedbackOptions options{kCoefficient, first_step};
+          const OfKind<Weights> before(n);
+          OfKind<Weights> actual = before, expected = before;
+          const std::size_t fed = on_grid ? n - n / 3 : n;
+          if (on_grid) {
+            step_by_grid(actual, rule, in_place, options, static_cast<std::int64_t>(fed));
+          } else {
+            auto* kept = HasMaster<Weights> ? nullptr : actual.kept.data();
+            step_on_cpu(actual, rule, in_place, Feedback<typename Weights::Scalar>{kept, options});
           }
+          step_on_cpu(expected, rule, in_place);
+          feed_back(before, expected, in_place, options, fed);
+          expect_same(actual.w, expected.w, "weights");
+          expect_same(actual.out, expected.out, "new weights");
+          expect_same(actual.master, expected.master, "master");
+          expect_same(actual.remainder, expected.remainder, "remainder");
+          expect_same(actual.state0, expected.state0, "state 0");
+          expect_same(actual.state1, expected.state1, "state 1");
+          expect_same(actual.kept, expected.kept, "kept");
         }
       }
     }
