@@ -58,6 +58,7 @@ class SavedFile:
 
     Attributes:
         kind: what is in it: ``model``, ``older-1`` (the weights one version before), ...,
+            ``older-0`` (the newest, where they are no roundings of the masters in ``model``),
             ``optimizer``, ``rank``.
         rank: the process that wrote it.
         size: in bytes.

@@ -534,6 +534,10 @@ class Definition:
         self.model.load_state_dict(state)
         for mine in self.buffers:
             mine.update({name: state[name].clone() for name in mine})
+        self.forget_versions()
+
+    def forget_versions(self) -> None:
+        """The next batch reads what is rounded from the masters."""
         if self.corrected is not None:
             self.corrected.ahead.clear()
         self.versions[self.t] = self._weights()
@@ -805,7 +809,7 @@ def phases_by_definition(
     for phase, by_replica in zip(phases, by_phase, strict=True):
         definition.become(phase.of, phase.width)
         if phase.is_new:
-            definition.restart_delay()
+            definition.forget_versions()
         losses, evaluations = _train_phase(definition, phase, by_replica, other)
         norms, scales = definition.norms, definition.scales[1:] if phase.of.scaled else []
         found.append(
