@@ -457,6 +457,8 @@ def test_a_batch_that_is_written_to_before_it_is_read_is_refused(write: str) -> 
     model = [nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 4)]
     with build(model, waiting, schedule="1f1b", num_microbatches=4) as pipe:
         opt = sgd(pipe)
+        pipe.train_step(X, target=Y)  # whose loss waits: nobody has read the next batch
+        opt.step()
         loss = pipe.train_step(batch["x"], target=batch["y"])
         opt.step()
         batch[write].zero_()
