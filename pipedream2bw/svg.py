@@ -51,6 +51,12 @@ def note(text: str) -> str:
     return f'<div style="font-size:smaller">{escape(text)}</div>'
 
 
+def printed(text: str, *, folded: bool = True) -> str:
+    """What ``print()`` shows; folded, only a word is seen of it until it is clicked on."""
+    pre = f"<pre>{escape(text)}</pre>"
+    return f"<details><summary>as text</summary>{pre}</details>" if folded else pre
+
+
 def legend(colours_by_name: Mapping[str, str]) -> str:
     """Names behind patches of their colours; the page breaks the line where it must."""
     entries = (

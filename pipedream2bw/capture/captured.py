@@ -81,6 +81,12 @@ class Captured:
         assert self.found.costs is not None
         return self.found.costs
 
+    @property
+    def writes_to_inputs(self) -> bool:
+        """Whether a layer writes to what the model is given."""
+        storages = [self.found.storages.get(name, frozenset()) for name in self.model_inputs]
+        return not frozenset().union(*storages).isdisjoint(frozenset().union(*self.found.writes))
+
 
 def is_layer(node: fx.Node) -> bool:
     """Tells whether a node of a captured graph computes, and so may be the first of a stage."""

@@ -80,9 +80,10 @@ class Search:
             raise ValueError(
                 f"the model ({type(root).__name__}, in {'train' if root.training else 'eval'} "
                 f"mode) could not be captured for {self.num_stages} "
-                f"stage{'' if self.num_stages == 1 else 's'}. Pass a list of modules (one for each "
-                "stage), or move what the reasons name from its forward into a module inside, "
-                f"which is called as it is. What was tried:{tried}"
+                f"stage{'' if self.num_stages == 1 else 's'}. Give fewer stages if there are fewer "
+                "layers. Move what else the reasons name from the forward into a module inside, "
+                "which is called as it is. Or pass a list of modules, one for each stage. "
+                f"What was tried:{tried}"
             )
         # Names that neither graph knows are refused where the stages' boundaries are chosen.
         best = min(served, key=lambda captured: len(_unknown(captured, self.names)))

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
+from .. import svg
 from ..checkpoint.commit import checkpoints
 from ..checkpoint.folder import MANIFEST, Folder, step_of
 from ..checkpoint.other_formats import EXPORT_FORMATS, export, import_weights
@@ -84,27 +85,45 @@ def _newest(given: argparse.Namespace) -> Source:
     return Source(folder, checkpoints(folder, given.step)[0])
 
 
-def _ls(given: argparse.Namespace) -> None:
-    folder = Folder(given.path)
+class Listing(dict[str, Any]):
+    """A folder's checkpoints, as JSON can hold them; printed as ``ls`` prints them."""
+
+    def __str__(self) -> str:
+        found = self["checkpoints"]
+        rows = [
+            (
+                str(each["step"]),
+                "damaged" if each["damage"] else "whole",
+                each["written"] or "-",
+                "-" if each["bytes"] is None else format_bytes(each["bytes"]),
+                *(("-",) * 3 if each["damage"] else _named(each)),
+                each["folder"],
+            )
+            for each in found
+        ]
+        columns = ("step", "files", "written", "size", "schedule", "stages", "width", "folder")
+        counted = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
+        listed = table(f"{self['path']}: {counted}", columns, rows)
+        return "\n".join([listed, *(line for each in found for line in each["damage"])])
+
+    def _repr_html_(self) -> str:
+        first, rest = str(self).split("\n", 1)
+        return svg.html(first, svg.printed(rest, folded=False))
+
+
+def listing(path: str) -> Listing:
+    """The checkpoints in a folder: sizes are checked, not every byte."""
+    folder = Folder(path)
     found = [_listed(folder, name) for name in reversed(checkpoints(folder))]
+    return Listing(path=path, checkpoints=found)
+
+
+def _ls(given: argparse.Namespace) -> None:
+    found = listing(given.path)
     if given.json:
-        print_json({"path": given.path, "checkpoints": found})
-        return
-    rows = [
-        (
-            str(each["step"]),
-            "damaged" if each["damage"] else "whole",
-            each["written"] or "-",
-            "-" if each["bytes"] is None else format_bytes(each["bytes"]),
-            *(("-",) * 3 if each["damage"] else _named(each)),
-            each["folder"],
-        )
-        for each in found
-    ]
-    columns = ("step", "files", "written", "size", "schedule", "stages", "width", "folder")
-    counted = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
-    print(table(f"{given.path}: {counted}", columns, rows))
-    print("".join(f"{line}\n" for each in found for line in each["damage"]), end="")
+        print_json(found)
+    else:
+        print(found)
 
 
 def _named(listed: dict[str, Any]) -> tuple[str, str, str]:
@@ -114,7 +133,7 @@ def _named(listed: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _listed(folder: Folder, name: str) -> dict[str, Any]:
-    """What ``ls`` says of a checkpoint: sizes are checked, not every byte."""
+    """What ``ls`` says of a checkpoint."""
     damage = list(damage_of(folder, name, sums=False))
     listed: dict[str, Any] = {
         "step": step_of(name),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _build_info
+from .. import _build_info, svg
 from ..units import format_bytes
 from .output import print_json
 
@@ -41,8 +41,19 @@ def add_doctor_command(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-def examine() -> dict[str, Any]:
-    """What this machine has, as JSON can hold it."""
+class Machine(dict[str, Any]):
+    """What this machine has, as JSON can hold it; printed as the command prints it."""
+
+    def __str__(self) -> str:
+        return _report(self)
+
+    def _repr_html_(self) -> str:
+        first, rest = str(self).split("\n", 1)
+        return svg.html(first, svg.printed(rest, folded=False))
+
+
+def examine() -> Machine:
+    """What this machine has."""
     built = f"torch {_build_info.TORCH_VERSION}, "
     built += f"CUDA {_build_info.TORCH_CUDA}" if _build_info.WITH_CUDA else "without CUDA"
     found: dict[str, Any] = {
@@ -59,7 +70,7 @@ def examine() -> dict[str, Any]:
         "packages": {name: _version(name) for name in EXTRAS},
     }
     found["problems"], found["notes"] = _problems(found), _notes(found)
-    return found
+    return Machine(found)
 
 
 def _run(given: argparse.Namespace) -> int:
@@ -67,7 +78,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.json:
         print_json(found)
     else:
-        print(_report(found))
+        print(found)
     return 1 if found["problems"] else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -61,6 +61,14 @@ def computed_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: Any) 
     return loss
 
 
+def refuse_no_graph() -> NoReturn:
+    """Raises WrongLossError: the losses do not come from the model's output."""
+    raise WrongLossError(
+        "loss_fn: no loss of the train_step requires a gradient, so that it would train nothing. "
+        "Compute the loss from the model's output, without detach(), item() or no_grad()"
+    )
+
+
 def refuse_other_weights(loss: torch.Tensor, mine: Iterable[torch.Tensor]) -> None:
     """Raises WrongLossError if a loss trains other tensors than the stage's and its inputs.
 
@@ -68,6 +76,8 @@ def refuse_other_weights(loss: torch.Tensor, mine: Iterable[torch.Tensor]) -> No
         mine: the stage's weights, and what it was sent.
     """
     known = set(map(id, mine))
+    if loss.is_leaf and id(loss) not in known:  # as torch.tensor(..., requires_grad=True) is
+        refuse_no_graph()
     pending, seen = [loss.grad_fn], {None}
     while pending:
         node: Any = pending.pop()

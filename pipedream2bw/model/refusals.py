@@ -27,6 +27,8 @@ def refuse_untrainable(root: nn.Module, loss_fn: object = None) -> None:
         ValueError: a module, parameter, buffer or ``loss_fn`` breaks a rule; the message names it.
         TypeError: a module cannot be cloned.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("inference_mode() is on, it must be off: make the pipeline outside it")
     for name, module in root.named_modules():
         refuse_uncloneable(name, module)
         _refuse_module(name, module)
@@ -37,9 +39,11 @@ def refuse_untrainable(root: nn.Module, loss_fn: object = None) -> None:
         )
     for name, parameter in root.named_parameters():
         _refuse_lazy("parameter", name, parameter)
+        _refuse_inference(name, parameter)
         _refuse_parameter(name, parameter)
     for name, buffer in root.named_buffers():
         _refuse_lazy("buffer", name, buffer)
+        _refuse_inference(name, buffer)
         _refuse_wrapper("buffer", name, buffer)
     _refuse_several_devices(root)
     _refuse_aliases(root)
@@ -95,6 +99,16 @@ def refuse_uncloneable(name: str, module: nn.Module) -> None:
         )
 
 
+def refuse_synchronized(root: nn.Module) -> None:
+    """Raises ValueError if a module would wait for processes that run other stages."""
+    for name, module in root.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            raise ValueError(
+                f"module {name!r}: SyncBatchNorm over all processes, some of which run other "
+                "stages and would never come. Leave it a BatchNorm"
+            )
+
+
 def refuse_valueless(root: nn.Module) -> None:
     """Raises ValueError if a tensor has no values here, and no checkpoint can have them."""
     for name, parameter in root.named_parameters():
@@ -134,6 +148,14 @@ def _refuse_module(name: str, module: nn.Module) -> None:
         raise ValueError(
             f"module {name!r} has sparse=True: a pipeline takes dense gradients only; set "
             "sparse=False"
+        )
+
+
+def _refuse_inference(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_inference():  # autograd keeps none
+        raise ValueError(
+            f"{name}: made in inference_mode(), a model to be trained must not be: make the model "
+            "outside it"
         )
 
 

@@ -223,7 +223,7 @@ def _session_of(optimizers: Sequence[torch.optim.Optimizer]) -> Session:
     if len(found) != 1:
         raise ValueError(
             f"the optimizer's parameters belong to {len(found)} open pipelines, they must be "
-            "those of exactly one: build it over pipe.parameters()"
+            "those of exactly one: build it over pipe.parameters() before the pipeline is closed"
         )
     return found[0]
 

@@ -603,6 +603,14 @@ class PipelineModule(nn.Module):
         """Refuses with a TypeError: stages are compiled one by one."""
         raise TypeError("compile(): give PipelineModule compile=True, or a dict of the options")
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        # DistributedDataParallel reads it before it gives every process rank 0's weights.
+        raise TypeError(
+            "DistributedDataParallel(pipe): the pipeline adds up its replicas' gradients itself. "
+            "Train it as it is, and give PipelineModule width= for replicas"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
             "copy.deepcopy(pipe): threads and connections cannot be copied. Copy the model before "

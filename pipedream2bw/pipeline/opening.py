@@ -22,7 +22,7 @@ from ..model.local_shards import shapes_of_shards, shard_dimensions
 from ..model.materialize import home_of, materialize
 from ..model.precision import Precision
 from ..model.random_numbers import follow_threads
-from ..model.refusals import refuse_untrainable, refuse_valueless
+from ..model.refusals import refuse_synchronized, refuse_untrainable, refuse_valueless
 from ..options import EXCLUSIONS, Options
 from ..ranks.agreement import ControlPlane, join
 from ..ranks.devices import agree_on_devices
@@ -298,6 +298,8 @@ def capture(checked: Checked, grid: RankGrid) -> set[str]:
         ValueError, TypeError: the model cannot be captured or cut into these stages.
     """
     root = checked.root
+    if grid.in_processes and grid.depth > 1:
+        refuse_synchronized(root)
     mode = checked.modes.capture()
     refuse_kept_activations(mode, root, checked.stage_options.loss_fn)
     if ties := find_ties(mode.programs):

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
-from .. import _C
+from .. import _C, svg
 from .._C import Schedule
 from ..checks import check_whole_number
 from ..schedules.events import Event
@@ -95,7 +95,8 @@ class Simulation:
         return f"{self.in_words}\n\n{ranks}\nmicrobatches in flight by stage, at most: {most}"
 
     def _repr_html_(self) -> str:
-        return timeline_html(self.events, self.in_words, unit=" of the costs' unit")
+        drawn = timeline_html(self.events, self.in_words, unit=" of the costs' unit")
+        return f"<div>{drawn}{svg.printed(str(self))}</div>"
 
 
 def simulate(

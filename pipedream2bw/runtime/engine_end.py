@@ -8,6 +8,9 @@ import warnings
 import weakref
 from collections.abc import Callable
 
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
 from .. import _C
 from ..errors import StageError
 from ..ranks.agreement import ControlPlane
@@ -44,8 +47,13 @@ def end_engine(
     control: ControlPlane,
     grid: RankGrid,
     unfinished: list[list[int]],
+    guarded: list[tuple[RemovableHandle, nn.Parameter]],
 ) -> None:
-    """Ends a pipeline's threads and connections; warns of train_steps that are lost with it."""
+    """Ends a pipeline's threads and connections; warns of train_steps that are lost with it.
+
+    Args:
+        guarded: the guards of the model's Parameters, which may be another pipeline's after this.
+    """
     if unfinished and not control.fault.raised:
         unfinished.clear()
         warnings.warn(
@@ -64,10 +72,14 @@ def end_engine(
             control,
             grid,
             unfinished,
+            guarded,
         )
         threading.Thread(target=end_engine, args=arguments).start()
         return
     with contextlib.ExitStack() as steps:  # last one first; all of them, even if one is interrupted
+        for guard, parameter in guarded:
+            steps.callback(setattr, parameter, "grad", None)
+            steps.callback(guard.remove)
         # Ends waiting for a loss that will never exist.
         reason = "the pipeline was closed"
         steps.callback(control.fault.raise_, StageError(reason, cause=reason))

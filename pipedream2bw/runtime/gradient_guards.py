@@ -71,7 +71,8 @@ class EngineGradient(torch.Tensor):
         raise RuntimeError(
             f"parameter {name}: its .grad has no value: the pipeline's engine owns the gradients. "
             "Call step() of the PipelineOptimizer, not of the torch optimizer. To clip gradients "
-            "or to see their norm give it max_grad_norm= (inf only measures) or clip_grad_value="
+            "or to see their norm give it max_grad_norm= (inf only measures) or clip_grad_value=. "
+            "Move or convert a model before the pipeline is made"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -232,6 +233,12 @@ class Intake:
             inputs.targets = _by_microbatch(
                 data.targets, present, lambda part, of: part.split(of, streams)
             )[mine]
+        if data.training:
+            device = streams.device
+            if inputs.values is not None and not mode.captured.writes_to_inputs:
+                inputs.watch(itertools.chain.from_iterable(data.values), device)
+            if inputs.targets is not None:
+                inputs.watch(itertools.chain.from_iterable(t.leaves for t in data.targets), device)
         return inputs
 
 

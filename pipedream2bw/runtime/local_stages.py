@@ -136,6 +136,11 @@ class LocalStages:
             control,
             grid,
             self._tickets,
+            [
+                pair
+                for s in self._stages
+                for pair in zip(s.weights.guards, s.weights.handles, strict=True)
+            ],
         )
         self.end.atexit = False
         try:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,15 @@ from torch import nn
 
 from .. import _C
 from ..capture.saved_bytes import SavedBytes
-from ..errors import WrongLossError
+from ..errors import reworded
 from ..model.added_loss import LossWeight, Weighed
-from ..model.metrics import Metric, computed_loss, measure, refuse_other_weights
+from ..model.metrics import (
+    Metric,
+    computed_loss,
+    measure,
+    refuse_no_graph,
+    refuse_other_weights,
+)
 from ..model.precision import Precision
 from ..model.storages import storage_of
 from ..model.trees import opened, tensors_in
@@ -126,8 +132,27 @@ class RunInputs:
     loss_weights: list[LossWeight] = dataclasses.field(default_factory=list)  # of a train_step
     values: list[Any] | None = None  # stage 0: the model's inputs by microbatch
     targets: list[Any] | None = None  # last stage
+    # Of a train_step the caller's tensors that these are views of, and how often written to.
+    given: list[tuple[torch.Tensor, int]] = dataclasses.field(default_factory=list)
     # Last stage of an evaluation: the model's, or given targets the losses and metrics.
     outputs: list[Any] = dataclasses.field(default_factory=list)
+
+    def watch(self, leaves: Iterable[Any], device: torch.device) -> None:
+        """Notes how often tensors have been written to; others are copied to the device."""
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device == device and not leaf.is_inference():
+                self.given.append((leaf, leaf._version))
+
+    def check_unwritten(self) -> None:
+        """Raises ValueError if the caller has written to a tensor that is about to be read."""
+        for tensor, version in self.given:
+            if tensor._version != version:
+                raise ValueError(
+                    f"a tensor of the batch, of shape {list(tensor.shape)}: "
+                    f"{tensor._version - version} writes since train_step(), there must be none "
+                    "before the stages have read it. Give each batch tensors of its own, or call "
+                    "flush() before you write"
+                )
 
 
 @dataclasses.dataclass
@@ -248,6 +273,7 @@ class StageRunner:
         """What a microbatch of a train_step is given, out of the run's inputs."""
         self._prepare(call)
         inputs = self._runs[call.run]
+        inputs.check_unwritten()
         if call.microbatch == 0 and inputs.begins is not None:
             self._begin_batch(inputs.begins, call.run)
         if call.microbatch == len(inputs.sizes) - 1:
@@ -289,8 +315,12 @@ class StageRunner:
         layout, inbound = inputs.layouts[call.microbatch], call.inbound
         replayed = self._again and self._again.first(layout, own.tensors())
         saved = self._count_saved(layout, own, inbound)
-        with replayed or _NOTHING as replay, saved or _NOTHING:
+        is_row = inputs.sizes[call.microbatch] == 1 < inputs.total_rows
+        told = _one_row_told(inputs.total_rows) if is_row else _NOTHING
+        with replayed or _NOTHING as replay, saved or _NOTHING, told:
             messages, loss, output = self.compute(inputs.bound, call.slot, own, inbound)
+        if self._is_last:  # loss_fn may write to a target
+            inputs.given = [(tensor, tensor._version) for tensor, _ in inputs.given]
         if saved is not None:
             self.bytes_kept[layout] = saved.total
         if loss is not None:
@@ -329,11 +359,7 @@ class StageRunner:
         if self._has_graph or call.microbatch < len(inputs.sizes) - 1:
             return
         if any(parameter.requires_grad for parameter in self._weights.model.parameters()):
-            raise WrongLossError(
-                "loss_fn: no loss of the train_step requires a gradient, so that it would train "
-                "nothing. Compute the loss from the model's output, without detach(), item() or "
-                "no_grad()"
-            )
+            refuse_no_graph()
 
     def _count_saved(
         self, layout: int, own: MicrobatchInputs, inbound: Sequence[_C.Message]
@@ -386,6 +412,17 @@ class StageRunner:
             structure, tensors = message.structure, message.tensors
             values.extend(unpack(structure, tensors) if structure else tensors)
         return values
+
+
+@contextlib.contextmanager
+def _one_row_told(rows: int) -> Iterator[None]:
+    """Adds to an error of the user's code that the microbatch has one of the batch's rows."""
+    try:
+        yield
+    except (IndexError, RuntimeError, ValueError) as error:
+        text = f"{str(error).rstrip('.')}. This microbatch has 1 of the batch's {rows} rows"
+        hint = "If the model needs more, give larger batches or fewer microbatches"
+        raise reworded(error, f"{text}. {hint}") from error
 
 
 def while_alive(bound_method: Any) -> Callable[[_C.ForwardCall], Any]:

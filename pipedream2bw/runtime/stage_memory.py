@@ -132,7 +132,7 @@ class MemoryReport(dict[int, StageMemory]):
         return svg.bars(rows, MEMORY_COLOURS)
 
     def _repr_html_(self) -> str:
-        return svg.html(f"Memory: {self.in_words}", self.bars())
+        return svg.html(f"Memory: {self.in_words}", self.bars(), svg.printed(str(self)))
 
 
 def memory_of(stage: LocalStage, extensions: Extensions) -> StageMemory:

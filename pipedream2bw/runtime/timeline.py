@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ..ranks.operations import Announcement, Operation
 from ..schedules.events import Event
 from ..schedules.small_picture import timeline_html
+from ..units import format_seconds
 from .session import Session
 
 
@@ -27,11 +28,19 @@ class Timeline:
         return sorted(Event(*row) for part in parts for row in part)
 
     def __repr__(self) -> str:
+        return f"Timeline({self._in_words}; draw_text() draws its rows)"
+
+    @property
+    def _in_words(self) -> str:
         stages = sorted({event.stage for event in self.rows})
-        return f"Timeline({len(self.rows)} actions of stages {stages}; draw_text() draws its rows)"
+        said = f"{len(self.rows)} actions of stages {stages}"
+        if not self.rows:
+            return said
+        seconds = max(event.end for event in self.rows) - min(event.start for event in self.rows)
+        return f"{said} in {format_seconds(seconds)}"
 
     def _repr_html_(self) -> str:
-        return timeline_html(self.rows, "What the stages of this process did", unit=" s")
+        return timeline_html(self.rows, f"In this process: {self._in_words}", unit=" s")
 
 
 @contextlib.contextmanager

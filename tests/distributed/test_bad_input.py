@@ -133,6 +133,12 @@ CONSTRUCTIONS: dict[str, Any] = {
         "ValueError",
         ["must be the same on every rank", "float32", "float64"],
     ),
+    "synchronized": (
+        {"model": nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4), nn.Linear(4, 4))},
+        {"model": nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4), nn.Linear(4, 4))},
+        "ValueError",
+        ["module '1': SyncBatchNorm over all processes", "Leave it a BatchNorm"],
+    ),
     "no module": ({}, {"model": 3}, "TypeError", ["must be an nn.Module"]),
 }
 

@@ -313,6 +313,7 @@ class Plan(PlanOutline, Document):
             svg.note("Memory of each device at its peak; a red line is its limit:"),
             svg.bars(memory, MEMORY_COLOURS),
             svg.note(f"Bound by: {self.bound_by}"),
+            svg.printed(str(self)),
         )
 
 

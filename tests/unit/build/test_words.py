@@ -28,6 +28,7 @@ PLAIN = (
     "docs/wheels.md",
     "docs/scale.md",
     "docs/models.md",
+    "docs/design/engine.md",
     "examples/README.md",
     "examples/tour.md",
     "docs/planner.md",

@@ -222,7 +222,8 @@ def test_a_model_that_cannot_be_captured_is_told_what_to_do_and_why(
     with pytest.raises(ValueError, match="could not be captured") as raised:
         capture(Branches(), num_stages=2, example_args=X)
     first, *reasons = str(raised.value).splitlines()
-    assert re.search(r"2 stages\. Pass a list of modules .* or move what the reasons name", first)
+    assert re.search(r"2 stages\. Give fewer stages .* Move what else the reasons name", first)
+    assert max(len(sentence.split()) for sentence in first.split(". ")) <= 25
     assert [reason.split(":")[0].strip() for reason in reasons] == ["fx", "export", "dynamo"]
     assert all(len(reason) < 260 for reason in reasons)
     assert capfd.readouterr().err == ""

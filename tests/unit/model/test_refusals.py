@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -69,6 +70,30 @@ def test_a_gradients_hooks_may_be_another_pipelines() -> None:
     ):
         make(model)
     make(model).close()
+
+
+def test_a_pipeline_that_was_dropped_leaves_no_guard() -> None:
+    def make(model: nn.Module) -> None:
+        pipe = pd2.PipelineModule(
+            model, mse_loss, num_stages=2, num_microbatches=2, example_args=(torch.ones(2, 3),)
+        )
+        del pipe
+        gc.collect()
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    make(model)
+    make(model)
+    model(torch.ones(2, 3)).sum().backward()
+    assert type(model[0].weight.grad) is torch.Tensor
+
+
+def test_tensors_of_inference_mode() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+        with pytest.raises(ValueError, match=r"inference_mode\(\) is on.* outside it"):
+            refuse_untrainable(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    with pytest.raises(ValueError, match=r"0.weight: made in inference_mode\(\).* outside it"):
+        refuse_untrainable(model)
 
 
 def test_parameters_on_several_devices_name_both() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +13,8 @@ from torch import nn
 import pipedream2bw as pd2
 from pipedream2bw import svg
 from pipedream2bw.colours import MEMORY_COLOURS, TRAFFIC_COLOURS
+from pipedream2bw.commands.checkpoint import listing
+from pipedream2bw.commands.doctor import examine
 from pipedream2bw.units import format_bytes
 from tests.samples.plans import frozen_stage, plan_of, stage_plan
 
@@ -114,6 +117,30 @@ def test_a_pipeline_shows_its_stages_and_still_does_when_it_is_closed() -> None:
         assert "1 layers (1)" in text_of(picture)
         assert list(picture.iter(f"{SVG}svg"))
     assert "num_stages=2" in text_of(parsed(pipe))
+
+
+def test_a_notebook_shows_what_print_shows(tmp_path: Path) -> None:
+    x = torch.ones(8, 8)
+    with pipeline() as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        with pd2.Checkpointer(tmp_path, pipe, opt, every=1) as saving, pipe.timeline() as timeline:
+            pipe.train_step(x, target=x)
+            opt.step()
+            saving.step()
+        memory = pipe.memory_report()
+    shown = {
+        "plan": plan_of([stage_plan((0, 1), forward=4e-3, message=0.0)], num_microbatches=4),
+        "memory": memory,
+        "simulation": pd2.simulate("2bw", num_stages=2, num_microbatches=2),
+        "doctor": examine(),
+        "checkpoint ls": listing(str(tmp_path)),
+    }
+    for name, report in shown.items():
+        text = text_of(parsed(report))
+        assert [line for line in str(report).splitlines() if line not in text] == [], name
+        assert max(map(len, str(report).splitlines()[1:])) <= 100, name
+    assert "Timeline(" in str(timeline)
+    assert str(timeline).split("(")[1].split(";")[0] in text_of(parsed(timeline))
 
 
 def test_whatever_has_a_name_is_escaped() -> None:

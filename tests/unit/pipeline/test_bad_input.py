@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -229,7 +230,7 @@ def test_an_optimizer_over_two_pipelines_is_refused() -> None:
 def test_an_optimizer_of_a_closed_pipeline_is_refused() -> None:
     pipe = build()
     pipe.close()
-    with pytest.raises(ValueError, match=r"belong to 0 open pipelines"):
+    with pytest.raises(ValueError, match=r"to 0 open pipelines.* before the pipeline is closed"):
         sgd(pipe)
 
 
@@ -429,15 +430,57 @@ def test_a_loss_function_that_fails_without_a_target_says_so() -> None:
             float(pipe.train_step(X))
 
 
+@pytest.mark.parametrize("needs_gradient", [False, True])
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"schedule": "1f1b"}])
-def test_a_loss_without_its_history_is_refused(options: dict[str, Any]) -> None:
+def test_a_loss_without_its_history_is_refused(
+    options: dict[str, Any], needs_gradient: bool
+) -> None:
     def detached(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return mse_loss(output, target).detach()
+        return mse_loss(output, target).detach().requires_grad_(needs_gradient)
 
     with build(loss_fn=detached, **options) as pipe:
         sgd(pipe)
         with pytest.raises(pd2.errors.StageError, match=r"would train nothing\. .* detach\(\)"):
             float(pipe.train_step(X, target=Y))
+
+
+@pytest.mark.parametrize("write", ["x", "y"])
+def test_a_batch_that_is_written_to_before_it_is_read_is_refused(write: str) -> None:
+    batch = {"x": X.clone(), "y": Y.clone()}
+    may_go_on = threading.Event()
+
+    def waiting(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        may_go_on.wait(10)
+        return mse_loss(output, target)
+
+    # No autograd keeps what a ReLU is given.
+    model = [nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 4)]
+    with build(model, waiting, schedule="1f1b", num_microbatches=4) as pipe:
+        opt = sgd(pipe)
+        pipe.train_step(X, target=Y)  # whose loss waits: nobody has read the next batch
+        opt.step()
+        loss = pipe.train_step(batch["x"], target=batch["y"])
+        opt.step()
+        batch[write].zero_()
+        may_go_on.set()
+        text = r"a tensor of the batch, of shape \[8, 4\]: 1 writes since train_step\(\)"
+        with pytest.raises(pd2.errors.StageError, match=text):
+            float(loss)
+        loss = pipe.train_step(X, target=Y)
+        opt.step()
+        pipe.flush()
+        assert float(loss) > 0
+
+
+def test_an_error_for_one_row_says_how_many_the_batch_has() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    with build(model, num_stages=2, example_args=(X,)) as pipe:
+        sgd(pipe)
+        text = (
+            r"size\(\[1, 4\]\)\. This microbatch has 1 of the batch's 3 rows\. .* or fewer microb"
+        )
+        with pytest.raises(pd2.errors.StageError, match=text.replace("size", "Size")):
+            float(pipe.train_step(X[:3], target=Y[:3]))
 
 
 def test_a_call_during_another_threads_call_is_refused_and_does_no_harm() -> None:

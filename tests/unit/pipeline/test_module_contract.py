@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -119,6 +120,19 @@ def test_what_a_pipeline_cannot_do_names_what_can(
         with pytest.raises(TypeError, match=words):
             call(pipe)
         train(pipe, opt, 0)  # it goes on
+
+
+def test_distributed_data_parallel_does_not_take_a_pipeline() -> None:
+    with make(Net()) as pipe:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            with pytest.raises(
+                TypeError, match=r"DistributedDataParallel\(pipe\): .* give .*width="
+            ):
+                nn.parallel.DistributedDataParallel(pipe)
+        finally:
+            dist.destroy_process_group()
+        train(pipe, sgd(pipe), 0)
 
 
 def test_a_change_of_memory_format_is_refused() -> None:
