@@ -88,7 +88,8 @@ class PipelineModule(nn.Module):
         profile: in place of measuring, or the path to save it at, for ``num_stages="auto"``.
         split: ``"auto"`` (balanced by cost), or the names of the layers where stages 1... begin.
         width: replicas w, each fed its own batches; gradients are averaged over them.
-        mesh: which process is which ("pp", "dp", "tp"), in place of ``width`` and adjacent ranks.
+        mesh: which process is which ("pp", "dp", "tp"), in place of ``width`` and adjacent ranks: a
+            DeviceMesh, or sizes: ``{"dp": 2, "pp": 4}``.
         devices: in one process, the device of each stage; None: the model's own.
         replicated: arguments that every microbatch gets whole; others are split along dimension 0.
         dynamic_shapes: whether torch.export leaves all sizes open that the model leaves open.
@@ -139,7 +140,7 @@ class PipelineModule(nn.Module):
         profile: Profile | str | os.PathLike[str] | None = None,
         split: str | Sequence[str] | None = None,
         width: int | None = None,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | Mapping[str, int] | None = None,
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
         dynamic_shapes: bool = False,
@@ -200,7 +201,7 @@ class PipelineModule(nn.Module):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The processes, with the dimensions "dp" and "pp" (or those of the mesh that was given).
+        """The processes: the mesh that was given, or one of "dp", "pp" and, with shards, "tp".
 
         Made when first asked for: every rank asks for it.
 
