@@ -19,7 +19,6 @@ from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..model.local_shards import (
     put_together,
-    refuse_distributed_checkpoint,
     refuse_unknown_shards,
 )
 from ..model.metrics import Metric
@@ -653,13 +652,20 @@ class PipelineModule(nn.Module):
         pipeline that a failure has ended, each rank may read its part: the newest version that each
         of its stages had made whole, of which one may be one ahead of another; with
         ``shard_state`` masters of other replicas are their roundings then. A closed pipeline gives
-        what its process holds, too, but with ``shard_state``.
+        what its process holds, too, but with ``shard_state``. Shards of tensor-parallel stages are
+        DTensors, but with ``keep_vars``.
+
+        Raises:
+            ValueError: of tensor-parallel stages, :func:`use_local_shards` was not told which
+                parameters are shards.
         """
-        refuse_distributed_checkpoint(self.session.grid.num_shards)
-        with self.session.ending.one_at_a_time():
-            self.session.flush_to_read(Operation.state_dict)
-            is_whole = not self.session.ending.has_failed
-            return self.session.local_model.state(prefix, keep_vars, whole=is_whole)
+        session = self.session
+        refuse_unknown_shards("state_dict()", session.facts)
+        with session.ending.one_at_a_time():
+            session.flush_to_read(Operation.state_dict)
+            is_whole = not session.ending.has_failed
+            state = session.local_model.state(prefix, keep_vars, whole=is_whole)
+            return state if keep_vars else session.with_dtensors(state, prefix)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +17,19 @@ from hypothesis import strategies as st
 from tests.distributed.test_sharded_checkpoints import assert_same, contents
 from tests.exhaustive import exhaustive
 from tests.runs.crew import Crew
+from tests.runs.launch import run_ranks
 from tests.runs.tensor_parallel import (
     NUM_BLOCKS,
     Case,
     Leg,
     Shape,
     distances,
+    find_random_numbers,
+    go_on_until_killed,
+    keep_random_numbers,
     load_and_train,
+    load_by_torch,
+    save_by_torch,
     train,
     train_and_save,
 )
@@ -113,6 +121,73 @@ def test_a_run_goes_on_in_another_shape(
     options = {"optimizer": "adamw", "tied": True, "shard_state": True, "feedback": True}
     cases = [Case(shape, count=6, **options) for shape in (saved, resumed)]
     check_resumed(*cases, crew, tmp_path)
+
+
+@pytest.mark.parametrize("seed", exhaustive(0, 1))
+def test_a_run_that_is_killed_goes_on_in_other_shapes(seed: int, tmp_path: Path) -> None:
+    chance, folder = random.Random(seed), str(tmp_path)
+    shapes = [Shape(1, 2, 2), Shape(1, 1, 4), Shape(2, 1, 2), Shape(1, 4, 1), Shape(2, 2, 2)]
+    for _ in range(4):
+        case = Case(chance.choice(shapes), optimizer="adamw", tied=True, feedback=True, count=40)
+        victim, seconds = chance.randrange(case.shape.world), chance.uniform(0.05, 1.5)
+        given = (case, folder, victim, seconds)
+        results = run_ranks(
+            go_on_until_killed, case.shape.world, args=given, timeout=60, expect_failure=True
+        )
+        assert results[victim].exit_code == -signal.SIGKILL
+    case = dataclasses.replace(case, shape=chance.choice(shapes))
+    given = (case, folder, None, 0.0)
+    results = run_ranks(go_on_until_killed, case.shape.world, args=given, timeout=60)
+    begun = {result.value[0] for result in results}
+    assert len(begun) == 1
+    (first,) = begun
+    assert first > 0
+    trained = [result.value[1] for result in results]
+    check(Leg(case, [], 0, first), Leg(case, trained, first, case.count))
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        (Shape(1, 2, 4), "torch"),
+        *exhaustive((Shape(1, 4, 1), "by hand"), (Shape(4, 1, 2), "torch"), (ALL_THREE, "by hand")),
+    ],
+    ids=str,
+)
+def test_torchs_checkpoints_have_shards(
+    shape: Shape, kind: str, crew: Crew, tmp_path: Path
+) -> None:
+    options = {"optimizer": "adamw", "kind": kind, "tied": True, "shard_state": True, "count": 2}
+    folder = str(tmp_path)
+    saved = crew.run(save_by_torch, 8, Case(ALL_THREE, **options), folder)[0]
+    loaded = crew.run(load_by_torch, shape.world, Case(shape, **options), folder)[0]
+    for state in loaded:
+        assert_same(state, saved)
+    for each in ("objects", "states"):
+        assert_same(contents(f"{folder}/{each}-{shape}"), contents(f"{folder}/ours"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "origins"),
+    [
+        (Shape(4, 1, 2), [0, 1, 4, 5, 0, 0, 0, 0]),
+        *exhaustive(
+            (ALL_THREE, [0, 1, 2, 3, 4, 5, 6, 7]),
+            (Shape(2, 1, 4), [0, 1, 2, 3, 4, 5, 6, 7]),
+            (SHARDS, [0, 1, 0, 0]),
+        ),
+    ],
+    ids=str,
+)
+def test_random_numbers_and_extras_of_each_rank(
+    shape: Shape, origins: list[int], crew: Crew, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    kept = crew.run(keep_random_numbers, ALL_THREE.world, Case(ALL_THREE), folder)
+    found = crew.run(find_random_numbers, shape.world, Case(shape), folder)
+    for rank, (untouched, drawn, extra, place) in enumerate(found):
+        assert drawn == (kept[rank] if shape == ALL_THREE else untouched), place
+        assert extra == origins[rank], place
 
 
 SHAPES = [

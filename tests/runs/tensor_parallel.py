@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
+import signal
+import threading
 import time
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import pipedream2bw as pd2
+from pipedream2bw.model.local_shards import as_local
 from tests.references.mixed_oracle import MixedOracle, clip_norm, lowered
 from tests.references.oracle import Batch, Oracle
 from tests.references.remedies import Corrected
@@ -143,7 +149,7 @@ def batches_of(case: Case, replica: int | None = None) -> list[Batch]:
 
 
 def open_run(
-    case: Case, *, zeros: bool = False
+    case: Case, *, zeros: bool = False, timeout: float = 30.0
 ) -> tuple[pd2.PipelineModule, pd2.PipelineOptimizer]:
     shape = case.shape
     mesh = DeviceMesh(
@@ -164,7 +170,7 @@ def open_run(
         mesh=mesh if shape.world > 1 else None,
         precision=case.precision,
         split=[str(i * NUM_BLOCKS // case.num_stages) for i in range(1, case.num_stages)],
-        timeout=30.0,
+        timeout=timeout,
     )
     opt = pd2.PipelineOptimizer(
         optimizer_of(case, pipe.parameters()),
@@ -214,13 +220,94 @@ def load_and_train(
         return result_of(pipe, *go_on(case, pipe, opt, first, case.count))
 
 
+def go_on_until_killed(
+    rank: int, world: int, case: Case, folder: str, victim: int | None, seconds: float
+) -> tuple[int, Result]:
+    """Goes on from the last checkpoint; gives where that was. One rank may be killed."""
+    torch.set_num_threads(1)
+    pipe, opt = open_run(case, zeros=True, timeout=5.0)
+    with pipe:
+        with torch.no_grad():  # what a run begins with where there is no checkpoint
+            pipe.load_state_dict(model_of(case, None).state_dict())
+        ckpt = pd2.Checkpointer(folder, pipe, opt, every=1, preempt=())
+        ckpt.resume()
+        first = pipe.session.accumulation.num_updates
+        if rank == victim:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        losses = []
+        for batch in batches_of(case, pipe.replica)[first:]:
+            losses.append(pipe.train_step(*batch.args, target=batch.target))
+            opt.step()
+            ckpt.step()
+        ckpt.close()
+        pipe.flush()
+        return first, result_of(pipe, [float(loss) for loss in losses], [])
+
+
+def save_by_torch(rank: int, world: int, case: Case, folder: str) -> dict[str, torch.Tensor]:
+    pipe, opt = open_run(case)
+    with pipe:
+        go_on(case, pipe, opt, 0, case.count)
+        dcp.save({"model": pipe, "optim": opt}, checkpoint_id=f"{folder}/objects")
+        states = {"model": pipe.state_dict(), "optim": opt.state_dict()}
+        dcp.save(states, checkpoint_id=f"{folder}/states")
+        pd2.save(f"{folder}/ours", pipe, opt).wait()
+        return pipe.full_state_dict()
+
+
+def load_by_torch(rank: int, world: int, case: Case, folder: str) -> list[dict[str, torch.Tensor]]:
+    """What was loaded by each kind's load, and as a file of weights."""
+    whole = []
+    for kind in ("objects", "states"):
+        pipe, opt = open_run(case, zeros=True)
+        with pipe:
+            opt.init_state()
+            dcp.load({"model": pipe, "optim": opt}, checkpoint_id=f"{folder}/{kind}")
+            pd2.save(f"{folder}/{kind}-{case.shape}", pipe, opt).wait()
+            whole.append(pipe.full_state_dict())
+            go_on(case, pipe, opt, 0, 1)
+            pipe.load_checkpoint(f"{folder}/{kind}", prefix="model.")
+            whole.append(pipe.full_state_dict())
+    return whole
+
+
+def keep_random_numbers(rank: int, world: int, case: Case, folder: str) -> list[float]:
+    """What is drawn next, where a checkpoint is saved."""
+    pipe, opt = open_run(case)
+    with pipe:
+        torch.manual_seed(100 + rank)
+        random.seed(200 + rank)
+        pd2.save(folder, pipe, opt, extra={"rank": rank}).wait()
+        return _draws()
+
+
+def find_random_numbers(
+    rank: int, world: int, case: Case, folder: str
+) -> tuple[list[float], list[float], int, tuple[int, int]]:
+    """What would have been drawn next, what is after loading, and whose extra this rank got."""
+    pipe, opt = open_run(case)
+    with pipe:
+        torch.manual_seed(300 + rank)
+        random.seed(400 + rank)
+        before = _draws()
+        torch.manual_seed(300 + rank)
+        random.seed(400 + rank)
+        extra = pd2.load(folder, pipe, opt, extra={"rank": None})
+        grid = pipe.session.grid
+        return before, _draws(), extra["rank"], (grid.replica, grid.shard)
+
+
+def _draws() -> list[float]:
+    return [float(torch.rand(())), random.random()]
+
+
 def result_of(pipe: pd2.PipelineModule, losses: list[float], norms: list[float]) -> Result:
     grid = pipe.session.grid
     return Result(
         (grid.replica, grid.local_ranks[0], grid.shard),
         losses,
         norms,
-        copy_of(pipe.state_dict()),
+        copy_of(as_local(pipe.state_dict())),
         pipe.late_forwards,
         stage_of_parameters(pipe),
     )
@@ -335,7 +422,7 @@ def distances(*legs: Leg) -> dict[str, float]:
         for result in leg.results:
             mine = [of_batch[result.place[0]] for of_batch in losses]
             found[f"losses of {result.place}"] = _distance(result.losses, mine)
-            if leg.case.clips:
+            if leg.case.clips and result.norms:
                 norms = definition.norms[leg.first : leg.end]
                 found[f"norms of {result.place}"] = _distance(result.norms, norms)
     assert not legs[0].case.clips or max(definition.norms) > BOUND
