@@ -38,13 +38,12 @@ pytestmark = pytest.mark.slow
 ALL_THREE, SHARDS, TWO_AND_FOUR = Shape(2, 2, 2), Shape(1, 1, 4), Shape(1, 2, 4)
 SCHEDULES = ("2bw", "2bw_fresh", "1f1b", "2bw_v", "v_half")
 OFTEN = [
-    Case(ALL_THREE),
-    Case(ALL_THREE, "2bw_v", "adamw"),
+    Case(ALL_THREE, "2bw_v"),
     Case(ALL_THREE, "2bw_fresh", "adamw", feedback=True),
     Case(SHARDS, "1f1b", "adamw"),
-    Case(ALL_THREE, optimizer="adamw", kind="torch", tied=True),
-    Case(ALL_THREE, optimizer="adamw", precision="bf16", shard_state=True, feedback=True),
-    Case(ALL_THREE, precision="fp16", scale=2.0**20),
+    Case(ALL_THREE, optimizer="adamw", kind="torch", tied=True, count=8),
+    Case(ALL_THREE, optimizer="adamw", precision="bf16", shard_state=True, feedback=True, count=8),
+    Case(ALL_THREE, precision="fp16", scale=2.0**20, count=8),
 ]
 SELDOM = [
     *(
@@ -149,8 +148,8 @@ def test_a_run_that_is_killed_goes_on_in_other_shapes(seed: int, tmp_path: Path)
 @pytest.mark.parametrize(
     ("shape", "kind"),
     [
-        (Shape(1, 2, 4), "torch"),
-        *exhaustive((Shape(1, 4, 1), "by hand"), (Shape(4, 1, 2), "torch"), (ALL_THREE, "by hand")),
+        (Shape(1, 2, 4), "by hand"),
+        *exhaustive((Shape(1, 4, 1), "by hand"), (Shape(4, 1, 2), "torch"), (ALL_THREE, "torch")),
     ],
     ids=str,
 )
@@ -170,10 +169,10 @@ def test_torchs_checkpoints_have_shards(
 @pytest.mark.parametrize(
     ("shape", "origins"),
     [
-        (Shape(4, 1, 2), [0, 1, 4, 5, 0, 0, 0, 0]),
+        (Shape(2, 1, 4), [0, 1, 2, 3, 4, 5, 6, 7]),
         *exhaustive(
             (ALL_THREE, [0, 1, 2, 3, 4, 5, 6, 7]),
-            (Shape(2, 1, 4), [0, 1, 2, 3, 4, 5, 6, 7]),
+            (Shape(4, 1, 2), [0, 1, 4, 5, 0, 0, 0, 0]),
             (SHARDS, [0, 1, 0, 0]),
         ),
     ],
@@ -228,7 +227,7 @@ def shapes_for(case: Case, like: Shape | None = None) -> list[Shape]:
 
 
 @settings(
-    max_examples=int(os.environ.get("PIPEDREAM2BW_EXAMPLES", "3")),
+    max_examples=int(os.environ.get("PIPEDREAM2BW_EXAMPLES", "2")),
     deadline=None,
     derandomize="PIPEDREAM2BW_EXAMPLES" not in os.environ,
     suppress_health_check=list(HealthCheck),
