@@ -50,6 +50,7 @@ AT_IMPORT = {
     "torch.utils._pytree.tree_leaves": "arguments and outputs of any structure",
     "torch.utils._pytree.tree_map": "arguments and outputs of any structure",
     "torch.utils._pytree.tree_map_only": "arguments and outputs of any structure",
+    "torch.utils._pytree.tree_map_with_path": "names in state of any structure",
     "torch.utils._pytree.tree_structure": "arguments and outputs of any structure",
     "torch.utils._pytree.tree_unflatten": "arguments and outputs of any structure",
     "torch.utils.flop_counter.flop_registry": "operations of products, convolutions, attention",

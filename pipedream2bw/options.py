@@ -78,7 +78,7 @@ class Options:
         kind=instance("'auto' or a list of modules' names", Sequence, type(None)), examples=(["1"],)
     )
     width: int | None = option(saved=True, examples=(1,))
-    mesh: DeviceMesh | None = option()
+    mesh: DeviceMesh | Mapping[str, int] | None = option()
     devices: Sequence[torch.device | str] | None = option(agreed=False, examples=(["cpu"] * 2,))
     replicated: Sequence[str] = option((), Kind("names of arguments", _check_replicated))
     dynamic_shapes: bool = option(False, one_of(True, False))

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from ..model.clone import copies_of_plain_tensors, structural_clone
 from ..model.hooks import hooked_by_forward
+from ..model.local_shards import is_dtensor
 from ..model.sources import sources_kept
 from ..model.storages import storage_of
 from ..model.surroundings import torch_reports_silenced
@@ -60,7 +61,8 @@ class Findings:
         written_buffers: names of the buffers that some layer writes, or may write.
         guessed_buffers: names of those that layers may write of which that is not known.
         bonds: (first layer, last layer, value and why) of layers that have to see one tensor: it is
-            read after a write in place, or the last layer differentiates by it.
+            read after a write in place, the last layer differentiates by it, or it is a DTensor,
+            which no other process would have.
         sizes: names of the values that are integers or tuples of integers: on fake tensors these
             can only come from shapes.
         storages: the storages of each value (see :func:`storage_of`).
@@ -159,6 +161,7 @@ class _DryRun(GraphRun):
         self._layers: list[fx.Node] = []
         self._missing: set[fx.Node] = set()
         self._kept_alive: list[Any] = []
+        self._dtensors: list[fx.Node] = []
         self._result = Findings()
         self._writes = ParameterWrites(self._root)
         if counter is not None:
@@ -174,6 +177,7 @@ class _DryRun(GraphRun):
         self._result.bonds = [
             *_stale_reads(self._layers, self._result),
             *_differentiated(self._layers),
+            *_read_as_dtensors(self._layers, self._dtensors),
         ]
         self._result.hooked = hooked_by_forward(self._original, self._root)
         if self._counter is not None:
@@ -276,6 +280,8 @@ class _DryRun(GraphRun):
         if leaves and all(type(item) is int for item in leaves):
             self._result.sizes.add(node.name)
         self._result.storages[node.name] = frozenset(map(storage_of, tensors))
+        if any(map(is_dtensor, tensors)):
+            self._dtensors.append(node)
         if self._counter is not None:
             self._counter.count_value(node.name, value)
 
@@ -338,6 +344,17 @@ def _differentiated(layers: list[fx.Node]) -> Iterable[tuple[int, int, str]]:
                 if isinstance(node, fx.Node):
                     what = f"value {node.name!r}, by which autograd.grad differentiates,"
                     yield index_of.get(node, 0), index, what
+
+
+def _read_as_dtensors(
+    layers: list[fx.Node], dtensors: list[fx.Node]
+) -> Iterable[tuple[int, int, str]]:
+    index_of = {node: index for index, node in enumerate(layers)}
+    for node in dtensors:
+        first = index_of.get(node, 0)
+        last = max((index_of[user] for user in node.users if user in index_of), default=first)
+        what = f"value {node.name!r}, a DTensor (use_local_output=True makes it a plain tensor),"
+        yield first, last, what
 
 
 def _num_drawn() -> int:

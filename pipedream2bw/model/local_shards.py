@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from ..ranks.mesh import SHARDS
 
@@ -47,26 +48,39 @@ class Part(NamedTuple):
         return (*shape[:at], shape[at] * self.num_parts, *shape[at + 1 :])
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: object) -> bool:
     """Tells whether ``tensor`` is a DTensor. Does not load their modules, which takes a second."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
-def refuse_distributed_checkpoint(num_shards: int) -> None:
-    """Raises ValueError where torch.distributed.checkpoint asks for shards.
+def as_dtensors(
+    state: Any, parts: Mapping[str, Part], shapes: Mapping[str, torch.Size], mesh: DeviceMesh
+) -> Any:
+    """State by names, nested, in which a process's parts of tensors are DTensors.
 
-    It takes what several processes have under one name for copies, and keeps the first alone.
+    Args:
+        shapes: of the parts. What an optimizer keeps of one in another shape stays as it is.
+        mesh: the processes of the stage.
     """
-    frame = inspect.currentframe() if num_shards > 1 else None
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint"):
-            raise ValueError(
-                f"torch.distributed.checkpoint: 'tp' of the mesh: {num_shards}, it must be 1: of "
-                "each name it would keep one process's shard. Use pipedream2bw.save(), and export "
-                "its checkpoint"
-            )
-        frame = frame.f_back
+    from torch.distributed.tensor import DTensor, Shard
+
+    def shown(path: Sequence[Any], value: Any) -> Any:
+        name = next((key.key for key in path if getattr(key, "key", None) in parts), None)
+        if name is None or not isinstance(value, torch.Tensor) or value.shape != shapes[name]:
+            return value
+        return DTensor.from_local(value, mesh, [Shard(parts[name].dimension)], run_check=False)
+
+    return pytree.tree_map_with_path(shown, state)
+
+
+def as_local(state: Any) -> Any:
+    """The other way round."""
+
+    def local(value: Any) -> Any:
+        return value.to_local() if is_dtensor(value) else value
+
+    return pytree.tree_map(local, state)
 
 
 def refuse_unknown_shards(what: str, facts: Mapping[str, Any]) -> None:

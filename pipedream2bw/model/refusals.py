@@ -141,8 +141,10 @@ def _refuse_module(name: str, module: nn.Module) -> None:
     if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
         raise ValueError(
             f"module {name or 'itself'}: {type(module).__name__}, it must not be sharded by FSDP, "
-            "which frees parameters: each weight version has memory of its own. Shard a stage by "
-            "tensor parallelism (mesh=), or use more stages"
+            "which frees parameters: each weight version has memory of its own. Leave out "
+            "fully_shard(), and give PipelineOptimizer shard_state=True: with precision='bf16' and "
+            "Adam 8 + 12/w bytes per parameter are left of 20 on each of w replicas. Tensor "
+            "parallelism (mesh=) and more stages cut the rest"
         )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
         raise ValueError(

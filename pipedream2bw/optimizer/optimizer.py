@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _C
-from ..model.local_shards import refuse_distributed_checkpoint
+from ..model.local_shards import as_local, refuse_unknown_shards
 from ..ranks.operations import Operation, UpdatesMayWait
 from ..runtime.comm_hook import check_hooks
 from ..runtime.extension import OPTIMIZER, Extension, Update
@@ -305,12 +305,16 @@ class PipelineOptimizer(torch.optim.Optimizer):
         Parameters have their names in the model in place of numbers; stock optimizers load it. Of
         several: ``{"optimizers": [...]}``, theirs in their order. With loss scaling it has an
         entry ``"loss_scale"``; with remedies for the delay ``"staleness"``, between sites
-        ``"replica_sync"``. Every rank calls it.
+        ``"replica_sync"``. Shards of tensor-parallel stages are DTensors. Every rank calls it.
+
+        Raises:
+            ValueError: of tensor-parallel stages, :func:`use_local_shards` was not told which
+                parameters are shards.
         """
         self._check_in_charge()
-        refuse_distributed_checkpoint(self._session.grid.num_shards)
+        refuse_unknown_shards("state_dict()", self._session.facts)
         with self._session.ending.one_at_a_time():
-            result = self._saved.state_dict()
+            result: dict[str, Any] = self._session.with_dtensors(self._saved.state_dict())
             self._share()
             return result
 
@@ -334,7 +338,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         self._check_in_charge()
         self._session.flush_for(Operation.optimizer_load_state_dict)
-        self._session.together(lambda: self._saved.load(state_dict))
+        self._session.together(lambda: self._saved.load(as_local(state_dict)))
         self._share()
 
     def snapshot(self) -> OptimizerSnapshot:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from .._C import Schedule, schedule_methods
 from ..capture.captured import Captured
@@ -16,7 +15,7 @@ from ..checks import check_microbatches_of_replicas
 from ..errors import reworded
 from ..model.precision import Precision
 from ..options import Options
-from ..ranks.mesh import check_mesh, described
+from ..ranks.mesh import Mesh, check_mesh, described
 from ..rules import comparable
 from ..schedules.load import fingerprint, schedule_for
 
@@ -48,7 +47,7 @@ class Arrangement:
     split: str | Sequence[str]
     width: int
     recompute: bool | str | Sequence[bool] | Sequence[str]
-    mesh: DeviceMesh | None
+    mesh: Mesh | None
     order: list[list[int]] | None = None
     check_layers: CheckLayers | None = None
 

@@ -19,7 +19,6 @@ from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
 from ..model.local_shards import (
     put_together,
-    refuse_distributed_checkpoint,
     refuse_unknown_shards,
 )
 from ..model.metrics import Metric
@@ -88,7 +87,8 @@ class PipelineModule(nn.Module):
         profile: in place of measuring, or the path to save it at, for ``num_stages="auto"``.
         split: ``"auto"`` (balanced by cost), or the names of the layers where stages 1... begin.
         width: replicas w, each fed its own batches; gradients are averaged over them.
-        mesh: which process is which ("pp", "dp", "tp"), in place of ``width`` and adjacent ranks.
+        mesh: which process is which ("pp", "dp", "tp"), in place of ``width`` and adjacent ranks: a
+            DeviceMesh, or sizes: ``{"dp": 2, "pp": 4}``.
         devices: in one process, the device of each stage; None: the model's own.
         replicated: arguments that every microbatch gets whole; others are split along dimension 0.
         dynamic_shapes: whether torch.export leaves all sizes open that the model leaves open.
@@ -139,7 +139,7 @@ class PipelineModule(nn.Module):
         profile: Profile | str | os.PathLike[str] | None = None,
         split: str | Sequence[str] | None = None,
         width: int | None = None,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | Mapping[str, int] | None = None,
         devices: Sequence[torch.device | str] | None = None,
         replicated: Sequence[str] = (),
         dynamic_shapes: bool = False,
@@ -200,7 +200,7 @@ class PipelineModule(nn.Module):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The processes, with the dimensions "dp" and "pp" (or those of the mesh that was given).
+        """The processes: the mesh that was given, or one of "dp", "pp" and, with shards, "tp".
 
         Made when first asked for: every rank asks for it.
 
@@ -660,13 +660,20 @@ class PipelineModule(nn.Module):
         pipeline that a failure has ended, each rank may read its part: the newest version that each
         of its stages had made whole, of which one may be one ahead of another; with
         ``shard_state`` masters of other replicas are their roundings then. A closed pipeline gives
-        what its process holds, too, but with ``shard_state``.
+        what its process holds, too, but with ``shard_state``. Shards of tensor-parallel stages are
+        DTensors, but with ``keep_vars``.
+
+        Raises:
+            ValueError: of tensor-parallel stages, :func:`use_local_shards` was not told which
+                parameters are shards.
         """
-        refuse_distributed_checkpoint(self.session.grid.num_shards)
-        with self.session.ending.one_at_a_time():
-            self.session.flush_to_read(Operation.state_dict)
-            is_whole = not self.session.ending.has_failed
-            return self.session.local_model.state(prefix, keep_vars, whole=is_whole)
+        session = self.session
+        refuse_unknown_shards("state_dict()", session.facts)
+        with session.ending.one_at_a_time():
+            session.flush_to_read(Operation.state_dict)
+            is_whole = not session.ending.has_failed
+            state = session.local_model.state(prefix, keep_vars, whole=is_whole)
+            return state if keep_vars else session.with_dtensors(state, prefix)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The whole model's ``state_dict`` on CPU on rank 0, {} on the other ranks. Drains.

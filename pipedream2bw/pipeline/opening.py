@@ -27,6 +27,7 @@ from ..options import EXCLUSIONS, Options
 from ..ranks.agreement import ControlPlane, join
 from ..ranks.devices import agree_on_devices
 from ..ranks.grid import RankGrid
+from ..ranks.mesh import mesh_of
 from ..rules import FUNCTION, check_values, refuse, settings
 from ..runtime.accumulation import Accumulation
 from ..runtime.local_stages import LocalStages
@@ -247,6 +248,9 @@ def place(checked: Checked, control: ControlPlane) -> RankGrid:
         world=control.size,
         order=arrangement.order,
     )
+    if grid.num_shards > 1 and grid.mesh is None:  # for DTensors
+        device_type = checked.stage_options.devices[0].type
+        grid.mesh = mesh_of(grid.places, device_type, control.deadline)
     stages = ", ".join(map(str, grid.stages_of_model))
     control.place = f"rank {grid.rank} (stage {stages})"
     return grid

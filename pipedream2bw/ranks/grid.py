@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .deadline import Deadline
 from .groups import connect_devices, destroy_groups, new_group
-from .mesh import Places, places_in
+from .mesh import Mesh, Places, places_in
 
 
 class RankGrid:
@@ -35,7 +35,7 @@ class RankGrid:
             replica's ranks are adjacent.
 
     Attributes:
-        placement, num_pipelines, deadline, mesh, width: as given.
+        placement, num_pipelines, deadline, width: as given. mesh: if a DeviceMesh was given.
         num_stages, num_ranks: of the schedule.
         depth: stages of the model.
         in_processes: whether there are several.
@@ -52,7 +52,7 @@ class RankGrid:
         placement: Sequence[int],
         num_pipelines: int,
         deadline: Deadline,
-        mesh: DeviceMesh | None = None,
+        mesh: Mesh | None = None,
         *,
         width: int = 1,
         world: int = 1,
@@ -64,13 +64,13 @@ class RankGrid:
         self.width = width
         self.placement = list(placement)
         self.num_ranks = max(placement) + 1
-        self.mesh = mesh
+        self.mesh = mesh if isinstance(mesh, DeviceMesh) else None
         self.deadline = deadline
         # By what the processes share: a stage of the model, several stages, (None) a replica, or
         # ("model") the model.
         self._groups: dict[int | tuple[int, ...] | str | None, dist.ProcessGroup] = {}
         self.in_processes = world > 1
-        self._check_world(world)
+        self._check_world(world, mesh)
         self.rank = self.replica = self.shard = 0
         self.local_ranks = list(range(self.num_ranks))
         self.places: Places = [[[0] * self.num_ranks]]
@@ -90,14 +90,14 @@ class RankGrid:
         for stage in range(self.depth if width * num_pipelines > 1 else 0):
             self._join(stage, self._holders_of(stage))
 
-    def _check_world(self, world: int) -> None:
+    def _check_world(self, world: int, mesh: Mesh | None) -> None:
         width, p = self.width, self.num_ranks
         if not self.in_processes and width != 1:
             raise ValueError(
                 f"width: {width}, processes: 1: replicas need one process per rank of the schedule "
                 f"and replica: run under torchrun --nproc-per-node {width * p}"
             )
-        if self.in_processes and self.mesh is None and world != width * p:
+        if self.in_processes and mesh is None and world != width * p:
             what = "stages" if p == self.num_stages else "ranks"
             raise ValueError(
                 f"world size: {world}, width * {what}: {width} * {p} = {width * p}: every "

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..capture.captured import place_of
 from ..model.checkpoint import Checkpoint
-from ..model.local_shards import Part, parts_here
+from ..model.local_shards import Part, as_local, parts_here
 from ..stages.modes import Mode
 from ..units import format_bytes
 from .extension import Extensions
@@ -106,7 +106,7 @@ class LocalModel:
                 f"Error(s) in loading state_dict for {type(root).__name__}: "
                 f"missing keys: {missing}, unexpected keys: {unexpected}"
             )
-        entries = checkpoint.read(wanted)
+        entries = as_local(checkpoint.read(wanted))
         for name, part in self.parts().items():
             whole = part.whole_shape(parameters[name].shape)
             if name in entries and tuple(entries[name].shape) == whole:

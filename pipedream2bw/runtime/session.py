@@ -11,8 +11,9 @@ from torch import nn
 
 from .. import _C
 from ..errors import reworded
-from ..model.local_shards import shard_dimensions
+from ..model.local_shards import as_dtensors, parameter_at, shard_dimensions
 from ..ranks.agreement import BatchDiscarded, DrainWanted
+from ..ranks.mesh import SHARDS
 from ..ranks.operations import Announcement, Operation
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
@@ -300,6 +301,19 @@ class Session:
             self.flush_for(operation)
         else:
             self.ending.check_readable()
+
+    def with_dtensors(self, state: Any, prefix: str = "") -> Any:
+        """State by names, nested, with shards of tensor-parallel stages as DTensors.
+
+        Args:
+            prefix: which the names have in ``state``.
+        """
+        parts, mesh = self.local_model.parts(), self.grid.mesh
+        if not parts or mesh is None:
+            return state
+        shapes = {prefix + name: parameter_at(self.root, name).shape for name in parts}
+        named = {prefix + name: part for name, part in parts.items()}
+        return as_dtensors(state, named, shapes, mesh[SHARDS])
 
     # ------------------------------------------------------------------ changing
 

@@ -79,6 +79,28 @@ def test_gpt_learns_under_torchrun_and_compares_the_schedules(tmp_path: Path, te
     assert results[1].stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("world", "arguments"),
+    [
+        (4, ["--stages=2", "--shards=2"]),
+        *exhaustive(
+            (4, ["--stages=1", "--shards=4"]), (4, ["--stages=2", "--shards=2", "--schedule=1f1b"])
+        ),
+    ],
+)
+def test_a_llama_of_tensor_parallel_stages_trains_as_in_one_process(
+    world: int, arguments: list[str]
+) -> None:
+    """Its norms see a share of the sequence each, so their gradients are sums over the shards."""
+    script, steps = EXAMPLES / "train_tensor_parallel.py", "--steps=4"
+    results = run_ranks(
+        script, world, args=[*arguments, steps], rendezvous="environment", timeout=150
+    )
+    schedules = [each for each in arguments if each.startswith("--schedule")]
+    alone = losses_of(run_alone(script.name, steps, *schedules))
+    assert losses_of(results[0].stdout) == pytest.approx(alone, abs=2e-5)
+
+
 def test_gpt_learns_as_a_plan_says(tmp_path: Path, text: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")

@@ -22,104 +22,27 @@ from torch.distributed.tensor.parallel import (
 )
 
 import pipedream2bw as pd2
-from pipedream2bw.model.local_shards import shard_dimensions
+from pipedream2bw.model.local_shards import as_local, shard_dimensions
 from tests.references.oracle import Oracle
 from tests.runs.launch import run_ranks
 from tests.runs.outcomes import Expected, Outcome, assert_raised, attempt
 from tests.runs.trajectory import assert_close, copy_of, make_pipeline, sgd
 from tests.samples.models import TASKS, WIDTH, Task
+from tests.samples.tensor_parallel import (
+    DIMENSIONS,
+    NAMES,
+    SHARDS_OF_BLOCK,
+    Block,
+    Parallelized,
+)
 
 draw = TASKS["mlp"].draw
 M = 4
 BOUND = 0.5  # of a norm
-SHARDS_OF_BLOCK = {"*.up": ("tp", 0), "*.up_bias": ("tp", 0), "*.down": ("tp", 1)}
-
-
-class Copied(torch.autograd.Function):
-    """Equal on all shards; so is its gradient, once it is added up (arXiv 1909.08053, f)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class Added(torch.autograd.Function):
-    """The sum over the shards (arXiv 1909.08053, g)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return gradient, None
-
-
-class Block(nn.Module):
-    """Two linear layers, the first one split by columns and the second one by rows."""
-
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        super().__init__()
-        shards, shard = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
-        self.mesh = mesh
-        self.norm = nn.LayerNorm(WIDTH)
-        up, up_bias, down = (
-            torch.randn(2 * WIDTH, WIDTH),
-            torch.randn(2 * WIDTH),
-            torch.randn(WIDTH, 2 * WIDTH),
-        )
-        self.up = nn.Parameter(up.chunk(shards)[shard].clone())
-        self.up_bias = nn.Parameter(up_bias.chunk(shards)[shard].clone())
-        self.down = nn.Parameter(down.chunk(shards, 1)[shard].clone() / WIDTH)
-        self.bias = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        if self.mesh is not None:
-            y = Copied.apply(y, self.mesh.get_group())
-        y = F.linear(F.linear(y, self.up, self.up_bias).tanh(), self.down)
-        if self.mesh is not None:
-            y = Added.apply(y, self.mesh.get_group())
-        return x + y + self.bias
-
-
-class Parallelized(nn.Module):
-    """The same by torch's own tensor parallelism."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        whole = Block(None)
-        self.norm, self.bias = whole.norm, whole.bias
-        self.first = nn.utils.skip_init(nn.Linear, WIDTH, 2 * WIDTH)
-        self.second = nn.utils.skip_init(nn.Linear, 2 * WIDTH, WIDTH, bias=False)
-        with torch.no_grad():
-            self.first.weight.copy_(whole.up)
-            self.first.bias.copy_(whole.up_bias)
-            self.second.weight.copy_(whole.down)
-        parallelize_module(self, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.second(self.first(self.norm(x)).tanh()) + self.bias
-
-
-NAMES = {
-    "first.weight": "up",
-    "first.bias": "up_bias",
-    "second.weight": "down",
-}
 
 
 def shard_of(whole: torch.Tensor, name: str, mesh: DeviceMesh) -> torch.Tensor:
-    dimension = {"up": 0, "up_bias": 0, "down": 1}.get(name.rpartition(".")[2])
+    dimension = DIMENSIONS.get(name.rpartition(".")[2])
     if dimension is None:
         return whole
     return whole.chunk(mesh.size(), dimension)[mesh.get_local_rank()]
@@ -177,7 +100,7 @@ def check(
             opt.step()
             if clips:
                 found.append(opt.grad_norm)
-        state = copy_of(pipe.state_dict())
+        state = copy_of(as_local(pipe.state_dict()))
         ours = [float(loss) for loss in losses]
         pipe.eval()
         example = by_replica[replica][0].args
@@ -243,6 +166,12 @@ def meshes(rank: int, world: int) -> dict[str, Outcome]:
         "unknown": on([[0, 1], [2, 3]], "cp", "pp"),
         "outside": on([[0, 1]], "dp", "pp"),
         "depth": on([[0, 1, 2, 3]], "dp", "pp"),
+        "sizes": {"dp": 2, "pp": 3},
+        "sizes of another name": {"cp": 2, "pp": 2},
+        "no size": {"dp": 0, "pp": 2},
+        "no whole size": {"dp": 2.0, "pp": 2},
+        "no sizes": {},
+        "sizes on one rank": {"dp": 2, "pp": 2} if rank else {"pp": 2, "dp": 2},
     }
     dtensors = nn.Sequential(Parallelized(tensor_parallel["tp"]), Block(None))
     outcomes = {"dtensor": attempt(lambda: make(tensor_parallel, model=dtensors))}
@@ -288,6 +217,28 @@ def meshes(rank: int, world: int) -> dict[str, Outcome]:
         norms = [p for name, p in named.items() if "norm" in name or name.endswith(".bias")]
         rest = [p for p in named.values() if not any(p is norm for norm in norms)]
         pd2.PipelineOptimizer(torch.optim.Adafactor(norms), sgd(rest))
+    for sizes, ranks in (
+        ({"dp": 2, "pp": 2}, [[0, 1], [2, 3]]),
+        ({"pp": 2, "dp": 2}, [[0, 2], [1, 3]]),
+        ({"pp": 2, "tp": 2}, [[[0, 1], [2, 3]]]),
+    ):
+        with make(sizes) as pipe:
+            assert pipe.mesh.mesh.tolist() == ranks
+            assert pipe.mesh.mesh_dim_names == ("dp", "pp", "tp")[: pipe.mesh.ndim]
+            assert pipe.mesh.get_local_rank("pp") == pipe.stages[0]
+    cut_in_two = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
+    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    cut_in_two = parallelize_module(cut_in_two, tensor_parallel["tp"], plan)
+    cut_in_two.append(nn.Linear(WIDTH, WIDTH))
+    cut_in_two = pd2.use_local_shards(cut_in_two)
+    outcomes["cut at a DTensor"] = attempt(
+        lambda: make(tensor_parallel, model=cut_in_two, split=["2"])
+    )
+    outcomes["cut at DTensors"] = attempt(
+        lambda: make(on([[0, 1, 2, 3]], "tp", "pp"), 4, model=cut_in_two, split="auto")
+    )
+    with make(tensor_parallel, model=cut_in_two, split="auto") as pipe:
+        assert pipe.session.modes.first.programs[1].parameters[0] == "3.weight"
     with make_pipeline(plain, 2, M, batch, width=2) as pipe:
         assert pipe.mesh.mesh.tolist() == [[0, 1], [2, 3]]
         assert pipe.mesh.mesh_dim_names == ("dp", "pp")
@@ -358,14 +309,25 @@ OUTCOMES: Expected = {
     "unknown": ("ValueError", ["('cp', 'pp')", "'pp'"]),
     "outside": ("ValueError", ["ranks [0, 1], world size: 4"]),
     "depth": ("ValueError", ["'pp' of the mesh: 4, ranks of the schedule: 2"]),
+    "sizes": ("ValueError", ["{'dp': 2, 'pp': 3}, world size: 4", "must multiply to the world's"]),
+    "sizes of another name": ("ValueError", ["('cp', 'pp')", "'pp'"]),
+    "no size": ("ValueError", ["mesh['dp']: 0, it must be at least 1"]),
+    "no whole size": ("TypeError", ["mesh['dp']: 2.0 given, it must be an int"]),
+    "no sizes": ("ValueError", ["its dimensions are without names"]),
+    "sizes on one rank": ("ValueError", ["mesh must be the same on every rank"]),
+    "cut at a DTensor": (
+        "ValueError",
+        ["a DTensor (use_local_output=True makes it a plain tensor), is used in stages 0 and 1"],
+    ),
+    "cut at DTensors": ("ValueError", ["can be cut in only 1 places: value", "a DTensor"]),
     "width": ("ValueError", ["width: 4, 'dp' of the mesh: 2"]),
     "other": ("ValueError", ["mesh must be the same on every rank"]),
     "norm": ("ValueError", ["max_grad_norm: 1.0, 'tp' of the mesh: 2, shards: None"]),
     "unknown optimizer": ("ValueError", ["Adafactor of torch.float32, 'tp' of the mesh: 2"]),
     "of shards": ("ValueError", ["'tp' of the mesh: 2: it may look at a parameter as a whole, of"]),
     "whole": ("ValueError", ["full_state_dict()", "'tp' of the mesh: 2"]),
-    "checkpoint": ("ValueError", ["torch.distributed.checkpoint", "'tp' of the mesh: 2"]),
-    "optimizer's": ("ValueError", ["torch.distributed.checkpoint", "'tp' of the mesh: 2"]),
+    "checkpoint": ("ValueError", ["state_dict(), 'tp' of the mesh: 2, shards: None"]),
+    "optimizer's": ("ValueError", ["state_dict(), 'tp' of the mesh: 2, shards: None"]),
     "forgotten": ("ValueError", ["up_bias and", "what is no shard must be equal on all"]),
     "parts": ("ValueError", ["shards, and their shapes must be the same on every rank"]),
     "rows": ("ValueError", ["rows of the arguments"]),

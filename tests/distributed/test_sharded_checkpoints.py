@@ -16,8 +16,9 @@ import pipedream2bw as pd2
 from pipedream2bw.checkpoint.folder import Folder
 from pipedream2bw.checkpoint.other_formats import export
 from pipedream2bw.checkpoint.source import Source, damage_of
-from tests.distributed.test_mesh import SHARDS_OF_BLOCK, Block, M, Parallelized, draw
+from tests.distributed.test_mesh import M, draw
 from tests.runs.launch import run_ranks
+from tests.samples.tensor_parallel import SHARDS_OF_BLOCK, Block, Parallelized
 
 SHAPES = {"tp2.pp2": (1, 2, 2), "pp2": (1, 2, 1), "tp4": (1, 1, 4), "dp2.tp2": (2, 1, 2)}
 NUM_BLOCKS, BEFORE, AFTER = 4, 3, 2

@@ -85,6 +85,7 @@ BEFORE = {
     ("docs/guide/failures.md", "ckpt.step()"): RUN + "ckpt = pd2.Checkpointer('other', pipe, opt)",
     ("docs/index.md", "for tokens, targets in loader:"): TEXT_MODEL,
     ("docs/checkpoints.md", "class Weights:"): PIPELINE,
+    ("docs/coming_from.md", "for tokens, targets in loader:"): TEXT_MODEL,
     ("docs/checkpoints.md", "pd2.SeededRows"): RUN,
     ("docs/trainer.md", "PipelineTrainer"): TRAINER,
     ("docs/extending.md", "AveragedWeights(decay=0.9)"): PIPELINE,
