@@ -79,20 +79,28 @@ def test_gpt_learns_under_torchrun_and_compares_the_schedules(tmp_path: Path, te
     assert results[1].stdout == ""
 
 
+OURS, TITAN = "train_tensor_parallel.py", "train_torchtitan.py"
+
+
 @pytest.mark.parametrize(
-    ("world", "arguments"),
+    ("name", "world", "arguments"),
     [
-        (4, ["--stages=2", "--shards=2"]),
+        (OURS, 4, ["--stages=2", "--shards=2"]),
+        (TITAN, 4, ["--stages=2", "--shards=2"]),
         *exhaustive(
-            (4, ["--stages=1", "--shards=4"]), (4, ["--stages=2", "--shards=2", "--schedule=1f1b"])
+            (OURS, 4, ["--stages=1", "--shards=4"]),
+            (OURS, 4, ["--stages=2", "--shards=2", "--schedule=1f1b"]),
+            (TITAN, 4, ["--stages=4", "--schedule=1f1b"]),
         ),
     ],
 )
 def test_a_llama_of_tensor_parallel_stages_trains_as_in_one_process(
-    world: int, arguments: list[str]
+    name: str, world: int, arguments: list[str]
 ) -> None:
     """Its norms see a share of the sequence each, so their gradients are sums over the shards."""
-    script, steps = EXAMPLES / "train_tensor_parallel.py", "--steps=4"
+    if name == TITAN:
+        pytest.importorskip("torchtitan")
+    script, steps = EXAMPLES / name, "--steps=4"
     results = run_ranks(
         script, world, args=[*arguments, steps], rendezvous="environment", timeout=150
     )
