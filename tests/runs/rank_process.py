@@ -55,6 +55,10 @@ class RankProcess:
 
 
 _FRESH = "--fresh"
+_WITHOUT_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of pyarrow, which transformers may import
+}
 _asking = threading.Lock()
 _templates: dict[tuple[str, ...], subprocess.Popen[str]] = {}
 """By what they have imported beside ``PRELOADED``."""
@@ -87,7 +91,7 @@ def _start_rank(
         template = _templates[names] = subprocess.Popen(
             [sys.executable, "-m", __name__, str(os.getpid()), *names],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | _WITHOUT_THREADS,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

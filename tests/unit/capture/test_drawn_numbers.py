@@ -80,7 +80,9 @@ def states(model: Any) -> list[Any]:
 def test_a_root_that_draws_is_refused_by_the_source(source: str, effect: str) -> None:
     model = Draws(source, effect)
     before = states(model)
-    with pytest.raises(ValueError, match=r"move what the reasons name .* module inside") as raised:
+    with pytest.raises(
+        ValueError, match=r"Move what else the reasons name .* module inside"
+    ) as raised:
         capture(model, num_stages=2, example_args=(X,))
     _, fx, *_ = str(raised.value).splitlines()
     assert "RandomnessError: " in fx
