@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pipedream2bw.__main__ import main
+from pipedream2bw.planner.profiling import profiler
 from tests.unit.build.test_documents import DOCUMENTS
 from tests.unit.build.test_rooms import ROOT
 
@@ -179,6 +180,14 @@ def small(block: Block) -> str:
     assert old in block.code
     code = block.code.replace(old, new) if old else block.code
     return code.replace(*ON_A_CPU) if "TrainingArguments(" in code else code
+
+
+@pytest.fixture(autouse=True)
+def quick_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are measured in the fewest rounds: no document says what they are."""
+    for function in (profiler.profile, profiler.profile_together):
+        quick = {**(function.__kwdefaults__ or {}), "seconds": 0.05}
+        monkeypatch.setattr(function, "__kwdefaults__", quick)
 
 
 PYTHON = {

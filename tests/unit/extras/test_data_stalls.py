@@ -179,7 +179,8 @@ def test_a_loader_goes_on_as_if_nothing_had_been_measured(options: dict[str, Any
         return torch.cat([x for x, _ in loader])
 
     with opened() as pipe:
-        for order in ({"batch_sampler": sampler}, {"batch_size": 8, "shuffle": True}):
+        orders = [{"batch_sampler": sampler}, {"batch_size": 8, "shuffle": True}]
+        for order in orders[: 1 if "num_workers" in options else 2]:  # processes take seconds
             loader: DataLoader[Any] = DataLoader(data, **order, **options)
             want = read(loader, measured_by=None)
             assert torch.equal(read(loader, measured_by=pipe), want)

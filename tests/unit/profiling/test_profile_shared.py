@@ -16,7 +16,7 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
