@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import pipedream2bw as pd2
 from pipedream2bw.model.local_shards import as_local
-from tests.references.mixed_oracle import MixedOracle, clip_norm, lowered
+from tests.references.mixed_oracle import MixedOracle, clip_norm, lowered, masters_of
 from tests.references.oracle import Batch, Oracle
 from tests.references.remedies import Corrected
 from tests.runs.trajectory import copy_of, stage_of_parameters
@@ -382,9 +382,12 @@ class Definition:
             self.oracle = Oracle(self.model, optimizer, M, nn.functional.mse_loss, delay)
             return
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
+        low = lowered(self.model, dtype)
+        if self.feedback is not None:
+            self.feedback.masters = masters_of(self.model, low)
         self.oracle = MixedOracle(
             self.model,
-            lowered(self.model, dtype),
+            low,
             optimizer,
             M,
             nn.functional.mse_loss,
