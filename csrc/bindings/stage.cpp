@@ -171,7 +171,6 @@ void bind_weights(StageClass& stage) {
              }
              return buffers;
            })
-      .def("round_masters", of_part(&Masters::round), py::arg("slot"))
       .def("set_master", of_part(&Masters::set), py::arg("parameter"), py::arg("value"))
       .def("set_weight", of_part(&Masters::set_weight), py::arg("parameter"), py::arg("value"))
       .def("gradient", of_part(&GradientPath::gradient), py::arg("parameter"))

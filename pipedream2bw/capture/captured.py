@@ -83,7 +83,9 @@ class Captured:
 
     @property
     def writes_to_inputs(self) -> bool:
-        """Whether a layer writes to what the model is given."""
+        """Whether a layer writes to what the model is given, or may."""
+        if self.found.unknown:
+            return True
         storages = [self.found.storages.get(name, frozenset()) for name in self.model_inputs]
         return not frozenset().union(*storages).isdisjoint(frozenset().union(*self.found.writes))
 

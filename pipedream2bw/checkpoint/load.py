@@ -543,8 +543,6 @@ class _Prepared:
         session, manifest = self._session, self._source.manifest
         for stage in session.stages:
             load_versions(stage.weights, self._weights[stage.index])
-            for i, value in self._ahead[stage.index].items():
-                stage.weights.engine.set_weight(i, value)
             buffers = stage.weights.named_buffers()
             with torch.no_grad():
                 for name, value in self._buffers[stage.index].items():
@@ -558,6 +556,9 @@ class _Prepared:
             random_seed=manifest.random_seed,
         )
         weights_loaded(session)
+        for stage in session.stages:
+            for i, value in self._ahead[stage.index].items():
+                stage.weights.engine.set_weight(i, value)
         if self._opt is not None:
             self._opt.load_snapshot(self._shared, self._states)
         if self._sets_generators:  # again: a module's set_extra_state may have drawn

@@ -223,6 +223,7 @@ def begin_snapshot(
                 memory=memory,
                 optimizer=optimizer,
                 oldest=oldest,
+                all_versions=all_versions,
                 tied=tied,
                 parts=parts,
                 in_model=in_model,
@@ -268,6 +269,7 @@ class _StageCopier:
 
     Attributes:
         oldest: the oldest version that is copied.
+        all_versions: as for :func:`begin_snapshot`.
         tied: further names of parameters, and the first one of each.
         parts: of parameters, by name, that this process saves a shard of.
         in_model: as for :func:`begin_snapshot`.
@@ -280,6 +282,7 @@ class _StageCopier:
     memory: HostMemory
     optimizer: OptimizerSnapshot | None
     oldest: int
+    all_versions: bool
     tied: Mapping[str, str]
     parts: Mapping[str, Part]
     in_model: Collection[str]
@@ -296,7 +299,7 @@ class _StageCopier:
             if name in mine:
                 live[MODEL, saved_as[name]] = engine.master(engine.slot_of(batch), i)
                 # Else the newest is its master's rounding.
-                is_ahead = i in weights.ahead and self.oldest < batch
+                is_ahead = self.all_versions and i in weights.ahead
                 for version in range(self.oldest, batch + is_ahead):
                     weight = engine.weight(engine.slot_of(version), i)
                     live[older(batch - version), saved_as[name]] = weight

@@ -69,16 +69,34 @@ def as_dtensors(
         name = next((key.key for key in path if getattr(key, "key", None) in parts), None)
         if name is None or not isinstance(value, torch.Tensor) or value.shape != shapes[name]:
             return value
+        if value.device.type != mesh.device_type:
+            raise ValueError(
+                f"state of {name} on {value.device}, 'tp' of the mesh: {mesh.size()} on "
+                f"{mesh.device_type}: a DTensor would move it there. Use pipedream2bw.save()"
+            )
         return DTensor.from_local(value, mesh, [Shard(parts[name].dimension)], run_check=False)
 
     return pytree.tree_map_with_path(shown, state)
 
 
-def as_local(state: Any) -> Any:
-    """The other way round."""
+def as_local(state: Any, mesh: DeviceMesh | None) -> Any:
+    """The other way round.
+
+    Raises:
+        ValueError: a DTensor is cut over other processes than those of the stage.
+    """
 
     def local(value: Any) -> Any:
-        return value.to_local() if is_dtensor(value) else value
+        if not is_dtensor(value):
+            return value
+        is_ours = mesh is not None and torch.equal(value.device_mesh.mesh, mesh.mesh)
+        if any(p.is_partial() or (p.is_shard() and not is_ours) for p in value.placements):
+            raise ValueError(
+                f"state_dict: a DTensor of {value.placements} over processes "
+                f"{value.device_mesh.mesh.tolist()}, the stage's shards are those of "
+                f"{None if mesh is None else mesh.mesh.tolist()}: give full_tensor()"
+            )
+        return value.to_local()
 
     return pytree.tree_map(local, state)
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -102,7 +103,8 @@ def refuse_uncloneable(name: str, module: nn.Module) -> None:
 def refuse_synchronized(root: nn.Module) -> None:
     """Raises ValueError if a module would wait for processes that run other stages."""
     for name, module in root.named_modules():
-        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+        all_processes = (None, dist.group.WORLD)
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group in all_processes:
             raise ValueError(
                 f"module {name!r}: SyncBatchNorm over all processes, some of which run other "
                 "stages and would never come. Leave it a BatchNorm"

@@ -338,7 +338,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         self._check_in_charge()
         self._session.flush_for(Operation.optimizer_load_state_dict)
-        self._session.together(lambda: self._saved.load(as_local(state_dict)))
+        mesh = self._session.grid.mesh_of_shards
+        self._session.together(lambda: self._saved.load(as_local(state_dict, mesh)))
         self._share()
 
     def snapshot(self) -> OptimizerSnapshot:

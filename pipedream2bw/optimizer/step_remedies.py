@@ -38,8 +38,8 @@ class StepRemedies(Extension):
     def take_over(self, weights: StageWeights) -> None:
         """From now on the stage's steps are corrected. Drained."""
         rule = self.remedies.correction
-        weights.ahead = () if rule is None else frozenset(weights.rounded)
         if rule is not None:
+            weights.ahead = frozenset(weights.rounded)  # from then on: without it they stay ahead
             self._corrections[weights.index] = StepCorrection(rule, weights)
 
     def divisor(self, stage: int, batch: int, late_share: float) -> float:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .deadline import Deadline
 from .groups import connect_devices, destroy_groups, new_group
-from .mesh import Mesh, Places, places_in
+from .mesh import SHARDS, Mesh, Places, places_in
 
 
 class RankGrid:
@@ -104,6 +104,11 @@ class RankGrid:
                 f"{what[:-1]} of every replica is one process. Run torchrun --nproc-per-node "
                 f"{width * p}, or change width or num_stages"
             )
+
+    @property
+    def mesh_of_shards(self) -> DeviceMesh | None:
+        """The processes of this one's stage, where each has shards of it."""
+        return self.mesh[SHARDS] if self.mesh is not None and self.num_shards > 1 else None
 
     @property
     def stages_of_model(self) -> list[int]:

@@ -233,11 +233,13 @@ class Intake:
             inputs.targets = _by_microbatch(
                 data.targets, present, lambda part, of: part.split(of, streams)
             )[mine]
-        if data.training:
+        # A layer may write to what it is given, which may be the target too; loss_fn to a target,
+        # which a second pipeline's stage would not know.
+        if data.training and not mode.captured.writes_to_inputs:
             device = streams.device
-            if inputs.values is not None and not mode.captured.writes_to_inputs:
+            if inputs.values is not None:
                 inputs.watch(itertools.chain.from_iterable(data.values), device)
-            if inputs.targets is not None:
+            if inputs.targets is not None and grid.num_pipelines == 1:
                 inputs.watch(itertools.chain.from_iterable(t.leaves for t in data.targets), device)
         return inputs
 

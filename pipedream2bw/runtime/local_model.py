@@ -106,7 +106,7 @@ class LocalModel:
                 f"Error(s) in loading state_dict for {type(root).__name__}: "
                 f"missing keys: {missing}, unexpected keys: {unexpected}"
             )
-        entries = as_local(checkpoint.read(wanted))
+        entries = as_local(checkpoint.read(wanted), self._stages.grid.mesh_of_shards)
         for name, part in self.parts().items():
             whole = part.whole_shape(parameters[name].shape)
             if name in entries and tuple(entries[name].shape) == whole:

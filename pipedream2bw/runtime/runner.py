@@ -138,9 +138,17 @@ class RunInputs:
     outputs: list[Any] = dataclasses.field(default_factory=list)
 
     def watch(self, leaves: Iterable[Any], device: torch.device) -> None:
-        """Notes how often tensors have been written to; others are copied to the device."""
+        """Notes how often tensors have been written to.
+
+        Not of those that are copied to the device, or share their memory and so their count.
+        """
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.device == device and not leaf.is_inference():
+            is_here = isinstance(leaf, torch.Tensor) and leaf.device == device
+            if (
+                is_here
+                and not leaf.is_inference()
+                and leaf.nbytes == leaf.untyped_storage().nbytes()
+            ):
                 self.given.append((leaf, leaf._version))
 
     def check_unwritten(self) -> None:
@@ -223,6 +231,7 @@ class StageRunner:
         self.adds_losses = False
         self._weights = weights
         self._has_graph = False  # a loss of the train_step
+        self._writes_to_targets = False
         self._runs: dict[int, RunInputs] = {}
         self.thread: list[int] = []  # the executor's, once it is known
         self._process_wide = process_wide()
@@ -273,7 +282,8 @@ class StageRunner:
         """What a microbatch of a train_step is given, out of the run's inputs."""
         self._prepare(call)
         inputs = self._runs[call.run]
-        inputs.check_unwritten()
+        if not self._writes_to_targets:
+            inputs.check_unwritten()
         if call.microbatch == 0 and inputs.begins is not None:
             self._begin_batch(inputs.begins, call.run)
         if call.microbatch == len(inputs.sizes) - 1:
@@ -319,8 +329,6 @@ class StageRunner:
         told = _one_row_told(inputs.total_rows) if is_row else _NOTHING
         with replayed or _NOTHING as replay, saved or _NOTHING, told:
             messages, loss, output = self.compute(inputs.bound, call.slot, own, inbound)
-        if self._is_last:  # loss_fn may write to a target
-            inputs.given = [(tensor, tensor._version) for tensor, _ in inputs.given]
         if saved is not None:
             self.bytes_kept[layout] = saved.total
         if loss is not None:
@@ -334,6 +342,8 @@ class StageRunner:
         metrics = None
         if self._is_last and self._metrics:
             metrics = self._measure(output, own.target, inputs, call)
+        if self._is_last and any(tensor._version != before for tensor, before in inputs.given):
+            self._writes_to_targets = True  # loss_fn or a metric does, maybe of other batches too
         return _C.ForwardResult(messages, loss, kept, metrics)
 
     def _measure(

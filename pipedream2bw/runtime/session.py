@@ -13,7 +13,6 @@ from .. import _C
 from ..errors import reworded
 from ..model.local_shards import as_dtensors, parameter_at, shard_dimensions
 from ..ranks.agreement import BatchDiscarded, DrainWanted
-from ..ranks.mesh import SHARDS
 from ..ranks.operations import Announcement, Operation
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
@@ -308,12 +307,12 @@ class Session:
         Args:
             prefix: which the names have in ``state``.
         """
-        parts, mesh = self.local_model.parts(), self.grid.mesh
+        parts, mesh = self.local_model.parts(), self.grid.mesh_of_shards
         if not parts or mesh is None:
             return state
         shapes = {prefix + name: parameter_at(self.root, name).shape for name in parts}
         named = {prefix + name: part for name, part in parts.items()}
-        return as_dtensors(state, named, shapes, mesh[SHARDS])
+        return as_dtensors(state, named, shapes, mesh)
 
     # ------------------------------------------------------------------ changing
 

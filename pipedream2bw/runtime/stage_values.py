@@ -22,7 +22,7 @@ def masters_shown(
     """Meanwhile the handles are float32 where there is a master, hidden ones too.
 
     Args:
-        change: what is written to the handles meanwhile becomes the newest weights.
+        change: what is written to handles meanwhile becomes their newest weights; the others' stay.
         whole: also the masters that replicas share out, for which all of them call it;
             otherwise another replica's are their roundings.
     """
@@ -34,13 +34,15 @@ def masters_shown(
         master = masters[i] if whole else engine.master(slot, i)
         assert master is not None
         weights.handles[i].data = master.to(weights.device)
+    before = [handle._version for handle in weights.handles]
     try:
         yield
     finally:
-        if change:
-            engine.round_masters(slot)
-            for i in hidden:
-                engine.set_master(i, weights.handles[i].detach())
+        for i, handle in enumerate(weights.handles if change else ()):
+            if handle._version != before[i] and i in hidden:
+                engine.set_master(i, handle.detach())
+            elif handle._version != before[i]:
+                engine.weight(slot, i).copy_(engine.master(slot, i))
         weights.show_newest()
 
 

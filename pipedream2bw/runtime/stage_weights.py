@@ -199,7 +199,7 @@ class StageWeights:
 
     def shown(self, name: str) -> torch.Tensor:
         """The values that the handle of that name shows, or the frozen parameter's. Drained."""
-        return {**self.frozen, **self.trainable}[name].data
+        return {**self.frozen, **self.trainable}[name].detach()
 
     def show_newest(self) -> None:
         """Points the handles to the newest weights. The pipeline must be drained.

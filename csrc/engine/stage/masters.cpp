@@ -126,15 +126,6 @@ std::vector<at::Tensor> Masters::hidden(const std::function<bool()>& is_stopped)
   return hidden;
 }
 
-void Masters::round(int slot) {
-  for (std::size_t buffer = 0; buffer < flats_.size() && !host_; ++buffer) {
-    const at::Tensor& master = flats_[buffer];
-    if (master.defined() && master.scalar_type() == at::kFloat && !gradients_.is_shared()) {
-      slots_.flat(slot)[buffer].narrow(0, 0, master.numel()).copy_(master);  // without the flags
-    }
-  }
-}
-
 void Masters::share(bool shares, const std::vector<bool>& may_cut, bool norms,
                     const std::function<bool()>& is_stopped) {
   ReplicaSum* replicas = gradients_.replicas();

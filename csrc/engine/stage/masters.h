@@ -42,8 +42,6 @@ class Masters {
   // The masters of all parameters that hide them, by parameter, others undefined: as copies, where
   // replicas share them out; then every replica calls it, drained.
   std::vector<at::Tensor> hidden(const std::function<bool()>& is_stopped);
-  // Rounds the weights of `slot` again, after the masters were changed.
-  void round(int slot);
 
   // See StepPlace::share(). There are replicas, and they share or shall.
   void share(bool shares, const std::vector<bool>& may_cut, bool norms,

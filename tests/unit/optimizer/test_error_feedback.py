@@ -25,6 +25,7 @@ from tests.runs.trajectory import (
     make_pipeline,
 )
 from tests.samples.models import TASKS
+from tests.samples.tied_models import TIED
 from tests.unit.optimizer.test_loss_scale import SCALE, with_outliers
 from tests.unit.training.test_precision import SKIPS
 
@@ -216,6 +217,35 @@ def test_saved_state_goes_on_to_the_bit(
         pd2.load(tmp_path / "checkpoint", pipe, opt)
         keeps = options.get("precision") is None or "split_master" in options
         assert bool(opt.state_dict()["staleness"]["kept"]) == keeps
+        got = go_on(pipe, opt, batches[4:])
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a discarded batch", "another optimizer"])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_tied_masters_go_on_to_the_bit(before: str, num_stages: int, tmp_path: Any) -> None:
+    """Whatever was done before the checkpoint, it has the weights that the next batch reads."""
+    task = TIED["language model"]
+    batches = task.batches([2 * M] * NUM_BATCHES)
+
+    def make() -> tuple[pd2.PipelineModule, pd2.PipelineOptimizer]:
+        pipe = make_pipeline(task, num_stages, M, batches[0], precision="bf16")
+        return pipe, pd2.PipelineOptimizer(MAKE["SGD"](pipe.parameters()), staleness=FEEDBACK)
+
+    pipe, opt = make()
+    with pipe:
+        go_on(pipe, opt, batches[:4])
+        if before == "a discarded batch":
+            pipe.train_step(*batches[0].args, target=batches[0].target)
+            pipe.discard_batch()
+        elif before == "another optimizer":
+            opt = pd2.PipelineOptimizer(MAKE["SGD"](pipe.parameters()), staleness=FEEDBACK)
+        saving = pd2.save(tmp_path / "checkpoint", pipe, opt)
+        want = go_on(pipe, opt, batches[4:])
+        saving.wait()
+    pipe, opt = make()
+    with pipe:
+        pd2.load(tmp_path / "checkpoint", pipe, opt)
         got = go_on(pipe, opt, batches[4:])
     assert_same(got, want)
 

@@ -472,6 +472,40 @@ def test_a_batch_that_is_written_to_before_it_is_read_is_refused(write: str) -> 
         assert float(loss) > 0
 
 
+class Clamps(nn.Module):
+    """Writes to what it is given; no fake tensor can tell."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp_(-1, 1) * (2.0 if x.sum().item() > 0 else 1.0)
+
+
+def test_what_a_script_may_write_is_not_refused() -> None:
+    """A target by loss_fn or by a metric, an input by the model, also where both are one tensor."""
+    targets = torch.rand(8, 4)
+
+    def clamped(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(output, target.clamp_(0.2, 0.8))
+
+    def measured(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (target.clamp_(0.3, 0.7) == output).float().mean()
+
+    first = nn.Sequential(Clamps(), nn.Linear(4, 4))
+    for model, loss_fn, metrics in (
+        ([nn.Linear(4, 4), nn.Linear(4, 4)], clamped, None),
+        ([nn.Linear(4, 4), nn.Linear(4, 4)], mse_loss, {"same": measured}),
+        ([first, nn.Linear(4, 4)], mse_loss, None),
+        ([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), nn.Linear(4, 4)], mse_loss, None),
+    ):
+        with build(model, loss_fn, num_microbatches=4, metrics=metrics) as pipe:
+            opt = sgd(pipe)
+            for t in range(12):
+                x = X.clone()
+                same = loss_fn is mse_loss and metrics is None and t % 4 == 3
+                pipe.train_step(x, target=x if same else targets)
+                opt.step()
+            pipe.flush()
+
+
 def test_an_error_for_one_row_says_how_many_the_batch_has() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     with build(model, num_stages=2, example_args=(X,)) as pipe:
