@@ -60,14 +60,15 @@ class ErrorFeedback:
     steps of w. So gradients are those at weights that are predicted for the next batch. SpecTrain
     (arXiv 1809.02839) and linear weight prediction (arXiv 2003.11666) do so, too. In W alone it
     reads W(t+1) = W(t) + u(t) + c * (u(t) - u(t-1)): u(t) is what u(t-1) would have been without
-    the delay, and the difference is the error of the step before. A batch without a delay (the
-    first one, or in a warm-up) has no error.
+    the delay, and the difference is the error of the step before. c is 0 in a batch without a delay
+    (the first one, or in a warm-up).
 
     Where 16-bit weights have whole float32 masters, the masters are w, and nothing else is kept:
     the weights are roundings of W. Checkpoints, exports and ``state_dict()`` give w, evaluation
     computes with W. Other weights are W, also split masters, joined. Then u(t) is made at W(t), and
     one tensor per parameter is kept, u(t-1), which :meth:`PipelineOptimizer.state_dict` and
-    checkpoints save.
+    checkpoints save. The first late step after one without a delay knows no error there: its W(t+1)
+    is W(t) + u(t).
 
     Works with every optimizer, in one fused pass with the step of SGD, Adam and AdamW. An update
     that a loss scale leaves out changes neither w nor W, nor does one without a gradient change a
