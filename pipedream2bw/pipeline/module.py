@@ -659,9 +659,9 @@ class PipelineModule(nn.Module):
         until the next step: with several weight versions that writes the newest elsewhere. Of a
         pipeline that a failure has ended, each rank may read its part: the newest version that each
         of its stages had made whole, of which one may be one ahead of another; with
-        ``shard_state`` masters of other replicas are their 16-bit weights then. A closed pipeline gives
-        what its process holds, too, but with ``shard_state``. Shards of tensor-parallel stages are
-        DTensors, but with ``keep_vars``.
+        ``shard_state`` masters of other replicas are their 16-bit weights then. A closed pipeline
+        gives what its process holds, too, but with ``shard_state``. Shards of tensor-parallel
+        stages are DTensors, but with ``keep_vars``.
 
         Raises:
             ValueError: of tensor-parallel stages, :func:`use_local_shards` was not told which
