@@ -100,7 +100,7 @@ def check(
             opt.step()
             if clips:
                 found.append(opt.grad_norm)
-        state = copy_of(as_local(pipe.state_dict()))
+        state = copy_of(as_local(pipe.state_dict(), pipe.session.grid.mesh_of_shards))
         ours = [float(loss) for loss in losses]
         pipe.eval()
         example = by_replica[replica][0].args

@@ -307,7 +307,7 @@ def result_of(pipe: pd2.PipelineModule, losses: list[float], norms: list[float])
         (grid.replica, grid.local_ranks[0], grid.shard),
         losses,
         norms,
-        copy_of(as_local(pipe.state_dict())),
+        copy_of(as_local(pipe.state_dict(), pipe.session.grid.mesh_of_shards)),
         pipe.late_forwards,
         stage_of_parameters(pipe),
     )
