@@ -17,7 +17,7 @@ Places = Sequence[Sequence[Sequence[int]]]
 """The process of each shard, replica and rank of the schedule, in that order."""
 
 Mesh = DeviceMesh | Mapping[str, int]
-"""Of sizes: the ranks in order, those along the last dimension adjacent."""
+"""A DeviceMesh, or its sizes by name: then ranks are in order, adjacent along the last one."""
 
 REPLICAS, STAGES, SHARDS = "dp", "pp", "tp"
 

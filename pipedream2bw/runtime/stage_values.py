@@ -39,9 +39,11 @@ def masters_shown(
         yield
     finally:
         for i, handle in enumerate(weights.handles if change else ()):
-            if handle._version != before[i] and i in hidden:
+            if handle._version == before[i]:
+                continue
+            if i in hidden:
                 engine.set_master(i, handle.detach())
-            elif handle._version != before[i]:
+            else:
                 engine.weight(slot, i).copy_(engine.master(slot, i))
         weights.show_newest()
 
