@@ -253,7 +253,7 @@ def train(wanted: Wanted) -> Result:
     task = task_of(wanted.sizes)
     model, batches = task.build(), task.batches(wanted.seed)
     looks = {round((i + 1) * wanted.num_batches / NUM_LOOKS) for i in range(NUM_LOOKS)}
-    losses: list[list[float]] = []
+    losses: list[float] = []
     way = by_pipeline if wanted.way == PIPELINE else by_emulation
     with way(wanted, task, model) as (step, opts, trained):
         schedulers = [
@@ -268,17 +268,17 @@ def train(wanted: Wanted) -> Result:
             for scheduler in schedulers:
                 scheduler.step()
             if batch in looks:
-                models = trained()
-                losses.append([held_out_loss(task, each) for each in models])
+                losses.append(held_out_loss(task, trained()[0]))
+        newest, *uncorrected = trained()
     return Result(
         wanted.optimizer,
         wanted.method.name + ", rows reversed" * (wanted.way == ROWS_REVERSED),
         wanted.learning_rate,
         wanted.seed,
-        [at_look[0] for at_look in losses],
-        losses[-1][1] if len(models) > 1 else None,
+        losses,
+        held_out_loss(task, uncorrected[0]) if uncorrected else None,
         round(time.process_time() - began, 1),
-        digest(models[0]),
+        digest(newest),
     )
 
 
