@@ -11,7 +11,8 @@ ones start anew in every round, one pipeline at a time, and sleep twice as long,
 many processes take from each other's cores is not what is measured. 2bw does so a second time, with
 optimizer state of which each replica has a share, and with messages and collectives that are late:
 by up to a tenth of a forward and backward, drawn for each, also of the plain one. Figures are the
-medians of the rounds' ratios.
+medians of the rounds' ratios. Of 4 tensor-parallel stages of two shards each the norm is taken,
+over that without, in turns: it is exchanged once a batch, as without shards.
 """
 
 from __future__ import annotations
@@ -128,6 +129,24 @@ def measure(
     return measured if rank == world_size - 1 else None
 
 
+def measure_shards(
+    rank: int, world_size: int, workload: Workload, rounds: int, seconds: float
+) -> dict[str, list[float]] | None:
+    """As measure(), with two processes a stage."""
+    d = world_size // 2
+    trainers = {
+        case.label: Pipeline(
+            workload, d, 8, "2bw", max_grad_norm=MAX_NORM if case.clips else None, num_shards=2
+        )
+        for case in CASES[:2]
+    }
+    warm = [trainer.train(MIN_STEPS) for trainer in trainers.values()]
+    is_last = rank == world_size - 1
+    steps = last_ranks_value(steps_lasting(seconds, warm[0]) if is_last else 0)
+    measured = steady_times(alternate_on_ranks(trainers, dict.fromkeys(trainers, steps), rounds))
+    return measured if is_last else None
+
+
 def measure_alone(
     rank: int, world_size: int, workload: Workload, num_stages: int, case: Case, steps: int
 ) -> dict[str, float] | None:
@@ -234,6 +253,11 @@ def main() -> None:
             figures.append(
                 Figure(setting, f"{name}: {case.label} over plain", ratios, at_most=at_most)
             )
+    of_shards = run_on_ranks(p, measure_shards, workload, rounds, seconds)[-1]
+    plain, clipping = (of_shards[case.label] for case in CASES[:2])
+    ratios = [value / base for value, base in zip(clipping, plain, strict=True)]
+    label = "2bw, stages of two shards: clipping over plain"
+    figures.append(Figure(setting, label, ratios, at_most=MOST_COST))
     steps = MIN_STEPS + (0 if options.smoke else 8)
     figures += replicas(longer, p, rounds, steps)
     figures.append(late_replicas(longer, p, rounds, steps))

@@ -88,11 +88,17 @@ class Pipeline:
         shard_state: bool = False,
         update_slots: int | str | None = None,
         extensions: Sequence[pd2.Extension] = (),
+        num_shards: int = 1,
     ) -> None:
         self.batches_late = batches_late
         x, target = workload.batch(num_microbatches)
+        stages = [workload.stage(index) for index in range(num_stages)]
+        mesh = None
+        if num_shards > 1:  # of sleeping stages, which exchange nothing but what a norm needs
+            stages = [pd2.use_local_shards(stage, {"scale": ("tp", 0)}) for stage in stages]
+            mesh = {"dp": width, "pp": num_stages // stages_per_rank, "tp": num_shards}
         self.pipe = pd2.PipelineModule(
-            [workload.stage(index) for index in range(num_stages)],
+            stages,
             mse_loss,
             num_microbatches=num_microbatches,
             schedule=schedule,
@@ -101,6 +107,7 @@ class Pipeline:
             recompute=recompute,
             width=width,
             replica_sums=replica_sums,
+            mesh=mesh,
             example_args=(x[: workload.rows],),
         )
         self.optimizer = pd2.PipelineOptimizer(

@@ -19,6 +19,7 @@ from ..runtime.stage_weights import StageWeights
 from ..schedules.load import warn_without_delay
 from .checks import agreed_session_of, common_defaults, remedies_of
 from .clipping import GradNorm, install_clipping
+from .equal_copies import EqualCopies
 from .fused import fused_options, set_fused
 from .late_forwards import LateForwards
 from .loss_scale import LossScale, NewestScale
@@ -106,7 +107,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._norm, self._scale = install_clipping(session, options)
             slots = session.stages.options.update_slots
             late = (LateForwards(session, slots),) if session.has_fresh_forwards else ()
-        self.extensions: Sequence[Extension] = (*late, self._step_remedies, *given_extensions)
+        copies = (EqualCopies(session),) if session.local_model.parts() else ()
+        own = (*late, *copies, self._step_remedies)
+        self.extensions: Sequence[Extension] = (*own, *given_extensions)
         self._measures = max_grad_norm is not None
         super().__init__([{"params": []}], {})  # not theirs, to which it would add defaults
         self._wrapped = wrapped = Wrapped(session, optimizers)

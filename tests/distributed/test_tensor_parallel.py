@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.runs.tensor_parallel import (
     save_by_torch,
     train,
     train_and_save,
+    train_until_refused,
 )
 
 pytestmark = pytest.mark.slow
@@ -92,6 +94,25 @@ def test_copies_are_equal_after_many_batches(crew: Crew) -> None:
     """``whole_of`` compares their bits."""
     case = Case(ALL_THREE, optimizer="adamw", count=100)
     check(Leg(case, crew.run(train, 8, case), 0, case.count))
+
+
+DRIFTING = [
+    (Case(Shape(1, 1, 2), kind="forgetful"), 0),
+    (Case(ALL_THREE, optimizer="adamw", kind="forgetful", shard_state=True), 0),
+    (Case(Shape(2, 1, 4), "1f1b", "adamw", kind="forgetful", precision="bf16"), 0),
+    (Case(TWO_AND_FOUR, "2bw_v", "adamw", clips=False, kind="forgetful", feedback=True), 3),
+]
+
+
+@pytest.mark.parametrize(("case", "idle"), [DRIFTING[0], *exhaustive(*DRIFTING[1:])], ids=str)
+def test_gradients_that_a_module_does_not_add_up(case: Case, idle: int, crew: Crew) -> None:
+    found = set(crew.run(train_until_refused, case.shape.world, case, idle))
+    (told,) = found  # all ranks the same, after the same number of steps
+    number, text = told
+    assert number in (4, 6)
+    assert re.match(r"shards: 0.(norm.weight|norm.bias|bias) after \d updates: the values", text), (
+        text
+    )
 
 
 def check_resumed(saving: Case, going_on: Case, crew: Crew, folder: Path, end: int = 3) -> None:

@@ -27,6 +27,7 @@ from tests.samples.tensor_parallel import (
     NAMES,
     SHARDS_OF_BLOCK,
     Block,
+    Forgetful,
     InTurn,
     Parallelized,
 )
@@ -55,7 +56,7 @@ class Case:
     """A training.
 
     Attributes:
-        kind: whose modules cut parameters: "by hand" or "torch".
+        kind: whose modules cut parameters: "by hand", "forgetful" or "torch".
         tied: whether the last block has parameters of the first one.
     """
 
@@ -103,10 +104,10 @@ class Result(NamedTuple):
 def model_of(case: Case, tp: DeviceMesh | None, *, zeros: bool = False) -> nn.Sequential:
     """The model, or this process's shards of it."""
     torch.manual_seed(1)
-    kind = Parallelized if case.kind == "torch" else Block
+    kind: Any = {"torch": Parallelized, "forgetful": Forgetful}.get(case.kind, Block)
     model = _tied(case, nn.Sequential(*(kind(tp) for _ in range(NUM_BLOCKS))))
     if tp is not None:
-        model = pd2.use_local_shards(model, SHARDS_OF_BLOCK if case.kind == "by hand" else None)
+        model = pd2.use_local_shards(model, None if case.kind == "torch" else SHARDS_OF_BLOCK)
     for parameter in model.parameters() if zeros else ():
         nn.init.zeros_(parameter)
     return model
@@ -199,6 +200,21 @@ def train(rank: int, world: int, case: Case) -> Result:
     pipe, opt = open_run(case)
     with pipe:
         return result_of(pipe, *go_on(case, pipe, opt, 0, case.count))
+
+
+def train_until_refused(rank: int, world: int, case: Case, idle: int) -> tuple[int, str]:
+    """How many steps were made until one was refused, and why; the first ones change nothing."""
+    pipe, opt = open_run(case)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda batch: float(batch >= idle))
+    with pipe:
+        for number, batch in enumerate(batches_of(case, pipe.replica)):
+            pipe.train_step(*batch.args, target=batch.target)
+            try:
+                opt.step()
+            except ValueError as error:
+                return number, str(error)
+            schedule.step()
+    return case.count, ""
 
 
 def train_and_save(rank: int, world: int, case: Case, end: int, folder: str) -> Result:
