@@ -121,7 +121,8 @@ def use_local_shards(
     when its forward reads the attribute, so that modules work as
     ``torch.distributed.tensor.parallel.parallelize_module`` has made them. Optimizers and
     ``state_dict`` see the shards, under the same names. All other parameters are taken to be equal
-    on the processes of a stage.
+    on the processes of a stage, and so are their gradients: ``PipelineOptimizer.step()`` raises
+    ValueError where they drift apart.
 
     >>> plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     >>> block = parallelize_module(model[0], mesh["tp"], plan)
