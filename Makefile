@@ -302,7 +302,7 @@ bench: $(STAMPS)/test $(STAMPS)/delays
 	@echo "results: benchmarks/results/*.json"
 
 SMOKED := $(BENCHMARKS) benchmarks/models/survey.py $(PAPER)/reproduce.py $(PAPER)/scale.py \
-    $(STUDY)/study.py $(STUDY)/precision.py $(STUDY)/which_optimizer.py $(STUDY)/fresh_forwards.py \
+    $(STUDY)/study.py $(STUDY)/precision.py $(STUDY)/which_optimizer.py $(STUDY)/time_to_loss.py \
     $(STUDY)/late_forwards.py
 bench-smoke: $(STAMPS)/test $(STAMPS)/delays
 	@echo "== each benchmark at its smallest, a line for each: three minutes"
@@ -342,6 +342,7 @@ study: $(STAMPS)/test $(STAMPS)/extension
 	    --pictures $(STUDY)
 	for study in short long; do $(BIN)/python $(STUDY)/late_forwards.py $$study --jobs 2 \
 	    --json $(STUDY)/late_forwards_$$study.json --pictures $(STUDY) || exit 1; done
+	$(BIN)/python $(STUDY)/time_to_loss.py --json $(STUDY)/time_to_loss.json
 	@echo "results and pictures: $(STUDY)/*.json, $(STUDY)/*.png"
 
 clean:

@@ -120,7 +120,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DOCUMENTS, help="text to fine-tune on")
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--stages", type=int, default=max(2, world))
-    parser.add_argument("--schedule", default="2bw", choices=("2bw", "1f1b", "gpipe"))
+    parser.add_argument(
+        "--schedule", default="2bw_fresh", choices=("2bw_fresh", "2bw", "1f1b", "gpipe")
+    )
     for name, default in (("layers", 4), ("width", 128), ("context", 128), ("steps", 150)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rows", type=int, default=2, help="per microbatch")

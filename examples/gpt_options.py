@@ -20,10 +20,10 @@ def parse_options() -> argparse.Namespace:
     add("--data", type=Path, help="a text file or a folder; default: Python's documentation")
     add("--out", type=Path, default=Path("out"), help="folder for the results")
     add("--plan", type=Path, help="JSON of `pipedream2bw plan`, instead of the next four options")
-    add("--schedule", default="2bw", choices=("2bw", "1f1b", "gpipe"))
+    add("--schedule", default="2bw_fresh", choices=("2bw_fresh", "2bw", "1f1b", "gpipe"))
     add("--stages", type=int, default=0, help="0: processes / replicas, or 2 in one process")
     add("--replicas", type=int, default=1, help="replicas of the pipeline, under torchrun only")
-    add("--microbatches", type=int, default=0, help="per batch; 0: as many as stages, at least 2")
+    add("--microbatches", type=int, default=0, help="per batch; 0: two for each stage")
     add("--steps", type=int, default=0, help="batches to train; 0: only --seconds limits training")
     add("--seconds", type=float, default=0.0, help="time to train; 0: only --steps limits training")
     add("--compare-seconds", type=float, default=0.0, help="time to compare schedules; 0: none")
@@ -51,7 +51,7 @@ def parse_options() -> argparse.Namespace:
     if not options.steps and not options.seconds:
         options.steps = 1000
     options.stages = options.stages or (world // options.replicas if world > 1 else 2)
-    options.microbatches = options.microbatches or max(2, options.stages)
+    options.microbatches = options.microbatches or 2 * options.stages
     return options
 
 

@@ -27,7 +27,9 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parser.add_argument("--stages", type=int, default=max(2, world))
     parser.add_argument("--microbatches", type=int, default=4, help="per batch")
-    parser.add_argument("--schedule", default="2bw", choices=("2bw", "1f1b", "gpipe"))
+    parser.add_argument(
+        "--schedule", default="2bw_fresh", choices=("2bw_fresh", "2bw", "1f1b", "gpipe")
+    )
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--rows", type=int, default=64, help="images per batch")
     options = parser.parse_args()

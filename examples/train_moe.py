@@ -84,11 +84,12 @@ def main() -> None:
         model,
         next_token_loss,
         num_stages=options.stages,
-        num_microbatches=max(4, options.stages),
+        num_microbatches=2 * options.stages,
+        schedule="2bw_fresh",
         example_args=(tokens,),
     ) as pipe:
         adamw = torch.optim.AdamW(pipe.parameters(), lr=3e-3, betas=(0.95, 0.99))
-        optimizer = pd2.PipelineOptimizer(adamw)
+        optimizer = pd2.PipelineOptimizer(adamw, staleness=pd2.ErrorFeedback())
         losses = []
         for _ in range(options.steps):
             tokens, target = next(batches)

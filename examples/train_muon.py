@@ -29,7 +29,7 @@ def main() -> None:
     add = parser.add_argument
     add("--data", type=Path, help="a text file or a folder of them; default: Python's library")
     add("--out", type=Path, default=Path("out"), help="folder for loss.png")
-    add("--schedule", default="2bw", choices=("2bw", "1f1b"))
+    add("--schedule", default="2bw_fresh", choices=("2bw_fresh", "2bw", "1f1b"))
     add("--no-remedy", action="store_true", help="without error feedback")
     add("--stages", type=int, default=max(2, world))
     add("--steps", type=int, default=200)
@@ -49,7 +49,7 @@ def main() -> None:
         model,
         next_token_loss,
         num_stages=options.stages,
-        num_microbatches=max(4, options.stages),
+        num_microbatches=2 * options.stages,
         schedule=options.schedule,
         example_args=(tokens,),
     ) as pipe:

@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=16, help="of all replicas")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--schedule", default="2bw")
+    parser.add_argument("--schedule", default="2bw_fresh")
     parser.add_argument("--folder", help="for checkpoints")
     options = parser.parse_args()
 

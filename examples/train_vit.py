@@ -80,12 +80,13 @@ def main() -> None:
         vision_transformer(32, options.layers),
         nn.functional.cross_entropy,
         num_stages=options.stages,
-        num_microbatches=max(4, options.stages),
+        num_microbatches=2 * options.stages,
+        schedule="2bw_fresh",
         example_args=(images[: options.rows],),
     ) as pipe:
         # Training draws its dropout from generators of its own, so the order stays alike.
         adamw = torch.optim.AdamW(pipe.parameters(), lr=3e-3, betas=(0.95, 0.99))
-        optimizer = pd2.PipelineOptimizer(adamw)
+        optimizer = pd2.PipelineOptimizer(adamw, staleness=pd2.ErrorFeedback())
         losses = []
         for _ in range(options.epochs):
             for rows in training[torch.randperm(len(training))].split(options.rows):

@@ -208,8 +208,8 @@ class Remedies:
                 raise ValueError(f"staleness: {number} {what} given, there may be 1: {self._given}")
 
 
-_LOW_BETA1 = 0.9
-"""torch's default; a longer average feels the delay less (arXiv 2606.30634)."""
+_LOW_BETA1 = 0.95
+"""A longer average of gradients feels the delay less: docs/which_optimizer.md."""
 
 
 def warn_of_delay(
@@ -219,27 +219,35 @@ def warn_of_delay(
     *,
     stacklevel: int,
 ) -> None:
-    """Warns on rank 0 if all optimizers are Adam or AdamW with a low beta1, and no remedy is given.
+    """Warns on rank 0 of Muon, and of Adam and AdamW with a low beta1, if no remedy is given.
 
-    With one of another kind, such as Muon, it is the user's choice what Adam steps beside it.
+    Beside an optimizer of another kind they are the user's choice.
 
     Args:
         stacklevel: of the caller, as ``warnings.warn`` counts.
     """
-    kinds = (torch.optim.Adam, torch.optim.AdamW)
     if remedies or session.grid.rank != 0 or not any(session.schedule.delay):
         return
     if session.has_fresh_forwards:  # which cost little or no loss: docs/schedules.md
         return
-    if not all(isinstance(optimizer, kinds) for optimizer in optimizers):
-        return
-    beta1 = min(float(group["betas"][0]) for each in optimizers for group in each.param_groups)
-    if beta1 <= _LOW_BETA1:
-        name, schedule = type(optimizers[0]).__name__, session.schedule.name
+    named = [_costly(optimizer) for optimizer in optimizers]
+    if None not in named and any(named):
+        costly, schedule = next(filter(None, named)), session.schedule.name
         warnings.warn(
-            f'{name} with beta1 {beta1:g}, schedule: "{schedule}": its gradients are late, and the '
-            "loss ends higher than without the delay. PipelineOptimizer(..., "
-            "staleness=pipedream2bw.ErrorFeedback()) makes up for half of that or more; a "
-            'PipelineTrainer takes it as pipeline_optimizer={"staleness": ...}',
+            f'{costly}, schedule: "{schedule}": its gradients are late, and the loss ends higher '
+            "than without the delay. PipelineOptimizer(..., staleness=pipedream2bw.ErrorFeedback())"
+            " makes up for half of that or more (of a PipelineTrainer: pipeline_optimizer="
+            '{"staleness": ...}), and schedule="2bw_fresh" for nearly all',
             stacklevel=stacklevel + 1,
         )
+
+
+def _costly(optimizer: torch.optim.Optimizer) -> str | None:
+    """What a warning calls it; "": there is nothing to say; None: nothing is known of its kind."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.Muon):
+        return name
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return None
+    beta1 = min(float(group["betas"][0]) for group in optimizer.param_groups)
+    return f"{name} with beta1 {beta1:g}" if beta1 <= _LOW_BETA1 else ""

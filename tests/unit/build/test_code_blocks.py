@@ -91,7 +91,8 @@ BEFORE = {
     ("docs/trainer.md", "PipelineTrainer"): TRAINER,
     ("docs/extending.md", "AveragedWeights(decay=0.9)"): PIPELINE,
     ("docs/schedules.md", "fastest_v_schedule"): VECTOR_MODEL.format(layers=32),
-    ("docs/which_optimizer.md", "adamw = "): PIPELINE,
+    ("docs/which_optimizer.md", "adamw = "): VECTOR_MODEL.format(layers=4)
+    + "loss_fn = nn.functional.mse_loss",
     # What matters is that it is any optimizer; the study trains with the real one.
     ("docs/which_optimizer.md", "SOAP"): """
 import sys, types

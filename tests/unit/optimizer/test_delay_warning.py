@@ -45,6 +45,13 @@ def test_adam_with_a_short_average_is_warned_of(kind: Any, schedule: str, m: int
     assert f"{kind.__name__} with beta1 0.8, schedule" in text
 
 
+def test_muon_is_warned_of() -> None:
+    (text,) = warnings_of(muon_and_adamw)
+    assert text.startswith('Muon, schedule: "2bw": its gradients are late')
+    assert warnings_of(muon_and_adamw, "2bw_fresh", 4) == []
+    assert warnings_of(muon_and_adamw, staleness=pd2.ErrorFeedback()) == []
+
+
 def muon_and_adamw(parameters: list[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
     matrices = [p for p in parameters if p.dim() == 2]
     return [Muon(matrices, lr=0.1), AdamW([p for p in parameters if p.dim() != 2], lr=0.1)]
@@ -58,10 +65,10 @@ def test_no_one_else_is() -> None:
     assert warnings_of(adamw, staleness=pd2.ErrorFeedback()) == []
     assert warnings_of(adamw, staleness=pd2.LearningRateDiscount(5)) == []
     for make in (
-        lambda ps: AdamW(ps, lr=0.1, betas=(0.95, 0.999)),
+        lambda ps: AdamW(ps, lr=0.1, betas=(0.98, 0.999)),
         lambda ps: NAdam(ps, lr=0.1),
         lambda ps: SGD(ps, lr=0.1),
-        muon_and_adamw,
+        lambda ps: [SGD(ps[:1], lr=0.1), AdamW(ps[1:], lr=0.1)],
     ):
         assert warnings_of(make) == []
 
