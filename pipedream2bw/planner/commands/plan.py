@@ -34,6 +34,7 @@ _SEARCH = Options(
         "precision": "bf16 or fp16, if the pipeline will have it; needs a profile in that dtype",
         "gradient-dtype": "bfloat16, with --precision bf16: gradients of 2 bytes in place of 4",
         "shard-state": "replicas share out masters and optimizer state",
+        "staleness": "ErrorFeedback or NesterovCorrection: counts the steps that it keeps",
         "objective": "throughput, memory, or cost, which needs --price",
         "slack": "with --objective memory: the share of the least time that a plan may add to it",
         "calibration": "a margin of memory that calibrate() learned from a run",

@@ -12,6 +12,7 @@ from ...checks import check_bool, check_number, check_whole_number
 from ...json_document import given_or_loaded
 from ...optimizer.options import EXCLUSIONS as OPTIMIZER_EXCLUSIONS
 from ...optimizer.options import OptimizerOptions
+from ...optimizer.staleness import Remedies
 from ...options import EXCLUSIONS, Options
 from ...rules import among, check_values, refuse
 from ...units import parse_bytes
@@ -35,7 +36,7 @@ SCHEDULES = (
     "zero_bubble",
     "chimera",
 )
-"""The default choices: without gpipe, which keeps more than 1f1b, and 2bw_eager."""
+"""The default choices: without gpipe, which keeps more than 1f1b, 2bw_eager, and pipedream."""
 
 
 _OPTIONS = ("precision", "split_master", "gradient_dtype", "optimizer_device", "shard_state")
@@ -47,11 +48,13 @@ class PerTrainedByte(NamedTuple):
     Attributes:
         gradient: of gradients.
         state: of optimizer state and masters, of all replicas together where they share it out.
+        kept: of the last step, which a correction of late steps needs, beside that state.
         stepped: of float32 that the optimizer steps.
     """
 
     gradient: float
     state: float
+    kept: float
     stepped: float
 
 
@@ -116,17 +119,25 @@ class PlanArguments:
         if given["max_late_share"] > 1:
             raise ValueError(f"max_late_share: {given['max_late_share']}, it must be at most 1")
         optimizer, device = given["optimizer"], given["optimizer_device"]
-        options = {name: given[name] for name in _OPTIONS}
+        options = {name: given[name] for name in (*_OPTIONS, "staleness")}
         check_values(Options, options)
         check_values(OptimizerOptions, options)
+        remedies = options["staleness"] = Remedies(given["staleness"])
         refuse(among((*EXCLUSIONS, *OPTIMIZER_EXCLUSIONS), options), options)
+        if remedies.correction is not None and "pipedream" in names:
+            raise ValueError(
+                f"staleness: {remedies!r}, schedules: {', '.join(names)}: a correction is of a "
+                "delay of 1 on every stage, which pipedream has not. Leave out one of them"
+            )
         held = per_trained_byte(
             optimizer, given["precision"], given["split_master"], given["gradient_dtype"]
         )
+        if remedies.correction is None:
+            held = held._replace(kept=0.0)
         if given["shard_state"]:
             names = with_one_pipeline(names, are_named=tuple(names) != SCHEDULES)
         if device is not None:
-            optimizer, held = f"{optimizer} on host", held._replace(state=0.0)
+            optimizer, held = f"{optimizer} on host", held._replace(state=0.0, kept=0.0)
         return cls(
             bytes_per_device=bytes_per_device,
             largest_batch=largest,
@@ -228,11 +239,12 @@ def per_trained_byte(
     if optimizer not in states:
         raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
     if precision in (None, "fp32"):
-        return PerTrainedByte(gradient=1.0, state=states[optimizer], stepped=1.0)
+        return PerTrainedByte(gradient=1.0, state=states[optimizer], kept=1.0, stepped=1.0)
     # Float32 beside weights of 16 bits: twice the bytes; a split master has the other 16 bits.
     return PerTrainedByte(
         gradient=2.0 if gradient_dtype is None else 1.0,
         state=2 * states[optimizer] + (1 if split_master else 2),
+        kept=2.0 if split_master else 0.0,  # whole masters are the weights before the correction
         stepped=2.0,
     )
 

@@ -42,10 +42,11 @@ class StagePlan:
             gradients back, each: if several stages do, to the one that they take longest to; 0 for
             the last stage.
         update, all_reduce: seconds of one batch.
-        num_versions: of the weights.
+        num_versions: of the weights; under pipedream more on earlier stages.
         weight_bytes: what is trained, in one version.
         frozen_bytes: what is not.
-        gradient_bytes, state_bytes: masters count as state; of one replica, where they share it.
+        gradient_bytes, state_bytes: masters, and the steps that a correction keeps, count as state;
+            of one replica, where they share it.
         most_in_flight: microbatches between forward and backward at once.
         activation_bytes: of one microbatch: what is kept from its forward to its backward. If the
             whole stage is recomputed, it is there from that on.
@@ -167,7 +168,7 @@ class PlanOutline:
     @property
     def late_in_words(self) -> str:
         """The share of forwards that are late, where only some are."""
-        share = self.shape.late_share
+        share = self.shape.mean_delay
         return f", {100 * share:.0f} % late" if 0 < share < 1 else ""
 
     @property

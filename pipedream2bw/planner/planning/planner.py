@@ -14,6 +14,7 @@ import torch
 from ... import _C
 from ...errors import DoesNotFit
 from ...json_document import given_or_loaded
+from ...optimizer.staleness import Remedy
 from ...progress import progress
 from ...rules import as_dtype, as_name
 from ..profiling.profile import Profile
@@ -54,6 +55,7 @@ def plan(
     gradient_dtype: torch.dtype | None = None,
     optimizer_device: str | None = None,
     shard_state: bool = False,
+    staleness: Remedy | Sequence[Remedy] = (),
     width: int | None = None,
     num_stages: int | None = None,
     unequal_replicas: bool = True,
@@ -80,9 +82,9 @@ def plan(
             At most 100 million.
         largest_batch: rows of one batch, at most; the batch if None. The largest that trains well.
         schedules: of "2bw", "2bw_fresh", "2bw_eager", "1f1b", "gpipe", "interleaved",
-            "zero_bubble", "chimera", and in a V of up to 64 ranks "2bw_v", "2bw_v_two_thirds",
-            "2bw_v_half", "2bw_v_min", "zero_bubble_v", "v_half", "v_min". Of these, of
-            ``stages_per_rank`` and of ``recompute`` one may be given by itself.
+            "zero_bubble", "chimera", "pipedream". In a V of up to 64 ranks of "2bw_v",
+            "2bw_v_two_thirds", "2bw_v_half", "2bw_v_min", "zero_bubble_v", "v_half", "v_min". Of
+            these, of ``stages_per_rank`` and of ``recompute`` one may be given by itself.
         stages_per_rank: tried with "interleaved".
         recompute: ways to try: "none", "stages" (all of each stage), "blocks": of every stage only
             the blocks that its memory demands, of those the ones that take the least time. A block
@@ -104,6 +106,9 @@ def plan(
         shard_state: as in :class:`PipelineOptimizer`: each of w replicas has 1/w of a stage's
             masters and optimizer state, and steps that. Not with schedules of two pipelines, which
             are then left out of the default ones.
+        staleness: as in :class:`PipelineOptimizer`. A correction keeps a step of each trained
+            parameter, under schedules with late forwards: 4 bytes each, of which ``shard_state``
+            leaves 1/w. Whole float32 masters of 16-bit weights need none. Times do not change.
         width, num_stages: the number of replicas, and of stages, of every plan; None: the best.
         unequal_replicas: with devices of several speeds, replicas may have different numbers of
             microbatches, as their devices are fast: the plan's num_microbatches is a number for
@@ -152,6 +157,7 @@ def plan(
                     start_within=start_within,
                     gradient=arguments.held.gradient,
                     state=arguments.held.state,
+                    kept=arguments.held.kept,
                     shares_state=shard_state,
                     steps_on_host=optimizer_device is not None,
                     microbatches_behind=0 if profile.device.type == "cpu" else _MOST_BEHIND,
@@ -315,6 +321,5 @@ def _stage_plan(
         },
         begins_at=profile.layers[stage.first].name if stage.first else "",
         layers=(stage.first, stage.end),
-        num_versions=found.num_versions,
         recomputed=recomputed,
     )
