@@ -111,6 +111,7 @@ _TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
     "str": (str, "NAME"),
     "str | None": (str, "NAME"),
     "str | Sequence[str]": (_names, "NAME,..."),
+    "int | Sequence[int]": (_whole_numbers, "N,..."),
     "Sequence[int]": (_whole_numbers, "N,..."),
     "torch.dtype | None": (_dtype, "DTYPE"),
     "Remedy | Sequence[Remedy]": (_correction, "NAME"),

@@ -68,6 +68,8 @@ class PlanArguments:
         schedules: their names.
         chunks: stages of a rank, to be tried.
         recompute: what may be recomputed.
+        degrees: devices that share a stage, to be tried, rising.
+        sharded, summed: patterns of layers' names.
         optimizer: as a profile names it.
         held: bytes that are held for each byte of trained weights.
         calibration: what an earlier run has shown.
@@ -79,6 +81,9 @@ class PlanArguments:
     schedules: Sequence[str]
     chunks: list[int]
     recompute: Sequence[str]
+    degrees: list[int]
+    sharded: Sequence[str]
+    summed: Sequence[str]
     optimizer: str
     held: PerTrainedByte
     calibration: Calibration | None
@@ -114,6 +119,9 @@ class PlanArguments:
         check_objective(
             given["objective"], given["slack"], given["num_batches"], given["start_within"]
         )
+        degrees = sorted(set(numbers_to_try("tensor_parallel", given["tensor_parallel"])))
+        patterns = {name: patterns_of(name, given[name]) for name in ("sharded", "summed")}
+        check_degrees(degrees, patterns, given["objective"])
         check_bool("unequal_replicas", given["unequal_replicas"])
         check_number("max_late_share", given["max_late_share"])
         if given["max_late_share"] > 1:
@@ -144,6 +152,9 @@ class PlanArguments:
             schedules=names,
             chunks=chunks,
             recompute=ways,
+            degrees=degrees,
+            sharded=patterns["sharded"],
+            summed=patterns["summed"],
             optimizer=optimizer,
             held=held,
             calibration=calibration,
@@ -176,17 +187,54 @@ def chunks_to_try(given: object, largest_batch: int) -> list[int]:
         TypeError: no whole numbers.
         ValueError: one is below 2, or too large for these microbatches.
     """
-    numbers = [given] if isinstance(given, int) and not isinstance(given, bool) else given
-    if isinstance(numbers, str) or not isinstance(numbers, Sequence):
-        raise TypeError(f"stages_per_rank: {given!r} given, it must be whole numbers, like (2, 4)")
+    numbers = numbers_to_try("stages_per_rank", given, at_least=2)
     for number in numbers:
-        check_whole_number("stages_per_rank", number, at_least=2)
         if number * largest_batch >= 2**31:
             raise ValueError(
                 f"stages_per_rank: {number}, largest_batch: {largest_batch}: their product must be "
                 f"below {2**31}"
             )
+    return numbers
+
+
+def numbers_to_try(name: str, given: object, *, at_least: int = 1) -> list[int]:
+    """Lists whole numbers; one may be given by itself.
+
+    Raises:
+        TypeError, ValueError: no whole numbers, or one is too small.
+    """
+    numbers = [given] if isinstance(given, int) and not isinstance(given, bool) else given
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence):
+        raise TypeError(f"{name}: {given!r} given, it must be whole numbers, like (2, 4)")
+    for number in numbers:
+        check_whole_number(name, number, at_least=at_least)
     return list(numbers)
+
+
+def patterns_of(name: str, given: object) -> list[str]:
+    """Lists patterns of layers' names; one may be given by itself. Raises TypeError for others."""
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
+        raise TypeError(f"{name}: {given!r} given, it must be names of layers, like '*.up'")
+    return list(patterns)
+
+
+def check_degrees(
+    degrees: Sequence[int], patterns: Mapping[str, Sequence[str]], objective: object
+) -> None:
+    """Raises ValueError unless the degrees of tensor parallelism can be compared."""
+    if not degrees:
+        raise ValueError("tensor_parallel: none, give at least one degree, such as 1")
+    if degrees[-1] > 1 and not any(patterns.values()):
+        raise ValueError(
+            f"tensor_parallel: {degrees[-1]}, sharded: none, summed: none: a degree above 1 needs "
+            "layers that are cut. Name them as the profile does"
+        )
+    if len(degrees) > 1 and objective == "memory":
+        raise ValueError(
+            f"tensor_parallel: {', '.join(map(str, degrees))}, objective: 'memory': the slack is "
+            "over the fastest plan of one degree. Give one"
+        )
 
 
 def check_objective(
