@@ -69,6 +69,7 @@ def test_pipedream_is_chosen_where_its_versions_fit() -> None:
     ],
 )
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+@pytest.mark.filterwarnings("ignore:staleness. .*without a delay this does nothing")
 def test_a_plan_counts_the_steps_that_error_feedback_keeps(
     schedule: str, options: dict[str, Any], each: int
 ) -> None:
