@@ -103,10 +103,9 @@ def _checked(model: nn.Module | Sequence[nn.Module], options: Options, num_proce
         device=device,
         precision=precision,
         rows=_rows(options.example_target) or 0,
-        # One, as was checked; "pipedream" has no others.
-        num_microbatches=1
-        if options.schedule == "pipedream"
-        else vars(options)["num_microbatches"],
+        # One, as was checked; "pipedream" has no others than 1.
+        num_microbatches=vars(options)["num_microbatches"]
+        or (1 if options.schedule == "pipedream" else None),
         width=width if options.mesh is None else check_mesh(options.mesh, width or 1),
         num_processes=num_processes,
         options=options,

@@ -110,14 +110,15 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:
 
 
 def test_auto_plans_pipedream() -> None:
-    with pd2.PipelineModule(
-        model(),
-        loss,
-        num_stages="auto",
-        schedule="pipedream",
-        devices=["cpu"] * 3,
-        example_args=(X[:2],),
-        example_target=Y[:2],
-        profile=profile(model(), torch.float32),
-    ) as pipe:
+    options: dict[str, Any] = {
+        "num_stages": "auto",
+        "schedule": "pipedream",
+        "devices": ["cpu"] * 3,
+        "example_args": (X[:2],),
+        "example_target": Y[:2],
+        "profile": profile(model(), torch.float32),
+    }
+    with pd2.PipelineModule(model(), loss, **options) as pipe:
         assert (pipe.schedule, pipe.num_stages, pipe.num_microbatches) == ("pipedream", 3, 1)
+    with pytest.raises(ValueError, match="num_microbatches: 2: pipedream updates after every"):
+        pd2.PipelineModule(model(), loss, num_microbatches=2, **options)
