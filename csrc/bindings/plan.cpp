@@ -85,7 +85,7 @@ void bind_options(py::module_& module) {
       std::pair("num_batches", &PlanOptions::num_batches),
       std::pair("start_within", &PlanOptions::start_within),
       std::pair("gradient", &PlanOptions::gradient), std::pair("state", &PlanOptions::state),
-      std::pair("shares_state", &PlanOptions::shares_state),
+      std::pair("kept", &PlanOptions::kept), std::pair("shares_state", &PlanOptions::shares_state),
       std::pair("steps_on_host", &PlanOptions::steps_on_host),
       std::pair("microbatches_behind", &PlanOptions::microbatches_behind),
       std::pair("unequal_replicas", &PlanOptions::unequal_replicas),
@@ -113,6 +113,7 @@ void bind_found(py::module_& module) {
       .def_readonly("message", &PlannedStage::message)
       .def_readonly("frozen_bytes", &PlannedStage::frozen_bytes)
       .def_readonly("message_bytes", &PlannedStage::message_bytes)
+      .def_readonly("num_versions", &PlannedStage::num_versions)
       .def_readonly("most_in_flight", &PlannedStage::most_in_flight)
       .def_readonly("peak_bytes", &PlannedStage::peak_bytes)
       .def_readonly("memory_limit", &PlannedStage::memory_limit)
@@ -124,7 +125,6 @@ void bind_found(py::module_& module) {
   };
   using Plan = const Evaluation&;
   define("schedule", [](Plan plan) { return std::string(plan.candidate.shape.method->name); });
-  define("num_versions", [](Plan plan) { return plan.candidate.shape.num_versions(); });
   define("width", [](Plan plan) { return plan.candidate.width; });
   define("num_stages", [](Plan plan) { return plan.candidate.shape.depth(); });
   define("stages_per_rank", [](Plan plan) { return plan.candidate.shape.stages_per_rank; });
@@ -178,7 +178,7 @@ void bind_plan(py::module_& module) {
   module.attr("EQUALLY_GOOD") = kEquallyGood;
   py::class_<PlannedShape>(module, "PlannedShape")
       .def_readonly("num_versions", &PlannedShape::num_versions)
-      .def_readonly("late_share", &PlannedShape::late_share)
+      .def_readonly("mean_delay", &PlannedShape::mean_delay)
       .def_readonly("most_in_flight", &PlannedShape::most_in_flight)
       .def_readonly("most_recomputed", &PlannedShape::most_recomputed)
       .def_readonly("recomputes_together", &PlannedShape::recomputes_together)

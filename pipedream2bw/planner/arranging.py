@@ -67,6 +67,12 @@ def arrangement_of(options: Options, given: Any) -> Arrangement:
 
 def _check_agreement(options: Options, plan: Plan) -> None:
     """Raises ValueError if something was given that the plan says differently."""
+    if plan.tensor_parallel > 1:
+        raise ValueError(
+            f"tensor_parallel of the plan: {plan.tensor_parallel}, plan=: it opens plans of 1. Cut "
+            'the modules over the mesh\'s "tp" (parallelize_module, use_local_shards), and give '
+            f"**plan.options: mesh={plan.options['mesh']}, ..."
+        )
     for name in ("num_stages", "num_microbatches", "stages_per_rank", "width"):
         given, planned = getattr(options, name), getattr(plan, name)
         given = tuple(given) if isinstance(given, list) else given

@@ -103,7 +103,9 @@ def _checked(model: nn.Module | Sequence[nn.Module], options: Options, num_proce
         device=device,
         precision=precision,
         rows=_rows(options.example_target) or 0,
-        num_microbatches=vars(options)["num_microbatches"],  # one, as was checked
+        # One, as was checked; "pipedream" has no others than 1.
+        num_microbatches=vars(options)["num_microbatches"]
+        or (1 if options.schedule == "pipedream" else None),
         width=width if options.mesh is None else check_mesh(options.mesh, width or 1),
         num_processes=num_processes,
         options=options,
@@ -247,7 +249,7 @@ def _best(found: Profile, job: _Job) -> Plan:
         raise errors[0]
     most = max(each.rows_per_second for each in plans)
     equal = [each for each in plans if each.rows_per_second * _C.EQUALLY_GOOD > most]
-    return min(equal, key=lambda each: (each.shape.late_share, each.peak_bytes))
+    return min(equal, key=lambda each: (each.shape.mean_delay, each.peak_bytes))
 
 
 def _of_width(found: Profile, job: _Job, width: int, num_stages: int) -> Plan:

@@ -26,10 +26,12 @@ def check_plan(plan: Plan) -> None:
     _check_layers(plan)
     shape = plan.shape
     _check_devices(plan, shape)
-    counts = zip(shape.most_in_flight, shape.most_recomputed, strict=True)
-    for index, (stage, (in_flight, recomputed)) in enumerate(zip(plan.stages, counts, strict=True)):
-        known = {"num_versions": shape.num_versions, "most_in_flight": in_flight}
-        _check_stage(f"stages[{index}]", stage, plan.schedule, known, recomputed)
+    for index, stage in enumerate(plan.stages):
+        known = {
+            "num_versions": shape.num_versions[index],
+            "most_in_flight": shape.most_in_flight[index],
+        }
+        _check_stage(f"stages[{index}]", stage, plan.schedule, known, shape.most_recomputed[index])
     _check_peaks(plan, shape)
 
 

@@ -135,8 +135,9 @@ def most_held(candidate: Candidate) -> tuple[list[int], list[int]]:
     lists = lists_of(candidate)
     flights, again = [0] * lists.num_stages, [0] * lists.num_stages
     most_flights, most_again = list(flights), list(again)
+    num_batches = max(3, lists.num_stages + 1)  # until the pipeline is full, with m = 1
     for rank in lists.ranks:
-        for stage, kind, _ in direct_messages.unrolled(rank, lists.num_microbatches, 3):
+        for stage, kind, _ in direct_messages.unrolled(rank, lists.num_microbatches, num_batches):
             flights[stage] += (kind == "F") - (kind in "BW")
             most_flights[stage] = max(most_flights[stage], flights[stage])
             again[stage] += kind in "BI"
@@ -168,7 +169,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
                             continue
                         for way in problem.recompute:
                             if way != "blocks":
-                                yield Candidate(schedule, width, ranks, v, m, size, way)
+                                yield Candidate(schedule, width, ranks, v, int(m), size, way)
 
 
 def _stages_per_rank(problem: Problem, schedule: str, ranks: int) -> tuple[int, ...]:
@@ -177,7 +178,9 @@ def _stages_per_rank(problem: Problem, schedule: str, ranks: int) -> tuple[int, 
     return problem.chunks if schedule == "interleaved" and ranks > 1 else (1,)
 
 
-def _least_microbatches(schedule: str, ranks: int, at_least: int) -> int:
+def _least_microbatches(schedule: str, ranks: int, at_least: int) -> float:
+    if schedule == "pipedream":
+        return 1 if at_least == 1 else math.inf
     if schedule in VS:
         return next(m for m in itertools.count(at_least) if _is_made(schedule, 2 * ranks, m))
     least = {"2bw": ranks, "2bw_eager": 2 * ranks - 1}.get(schedule, 1)
@@ -241,12 +244,14 @@ def stages(
     action = profile.seconds_per_action
     is_split = candidate.schedule == "zero_bubble" or candidate.schedule in VS
     again = candidate.recompute == "stages"
-    versions = 1 if candidate.schedule in FLUSHED else 2
+    is_stashed = candidate.schedule == "pipedream"
     flights, most_again = most_held(candidate)
     sent = messages(item, firsts, n)
     found = []
     for k, (first, end) in enumerate(itertools.pairwise([*firsts, n])):
         layers = range(first, end)
+        versions = candidate.num_stages - k if is_stashed else 2
+        versions = 1 if candidate.schedule in FLUSHED else versions
         devices = [device for rank in candidate.ranks_of(k) for device in grid[rank]]
         slow = problem.slowness(devices)
         trained = float(sum(profile.layers[i].trained_bytes for i in layers))

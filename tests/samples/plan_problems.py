@@ -134,6 +134,8 @@ def made_problem(
     pieces = 1 + sum(layer.can_cut_after for layer in profile.layers)
     deep = {"num_stages": random.randint(1, min(pieces, count))}
     batch = random.choice([4, 8, 12])
+    if schedules == ("pipedream",):  # of one microbatch
+        batch //= 4
     problem = Problem(
         profile,
         cluster,

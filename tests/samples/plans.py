@@ -73,7 +73,9 @@ def plan_of(
     stages = [
         with_peak(
             dataclasses.replace(
-                stage, num_versions=shape.num_versions, most_in_flight=shape.most_in_flight[index]
+                stage,
+                num_versions=shape.num_versions[index],
+                most_in_flight=shape.most_in_flight[index],
             ),
             shape.most_recomputed[index],
         )

@@ -29,7 +29,7 @@ constexpr std::array kMethods = {
                    .v = {2, 1, 2, 1}, .is_planned = true},
     ScheduleMethod{.name = "2bw_v_min", .weights = kTwo, .is_split = true, .has_chunks = true,
                    .v = {1, 1, 1, 1}, .is_planned = true},
-    ScheduleMethod{.name = "pipedream", .weights = Weights::kStashed},
+    ScheduleMethod{.name = "pipedream", .weights = Weights::kStashed, .is_planned = true},
     ScheduleMethod{.name = "1f1b", .is_planned = true},
     ScheduleMethod{.name = "gpipe", .lag = Lag::kWholeBatch, .is_planned = true},
     ScheduleMethod{.name = "interleaved", .lag = Lag::kChunkedRoundTrip, .has_chunks = true,

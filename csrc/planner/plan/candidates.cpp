@@ -60,7 +60,7 @@ std::vector<std::vector<double>> slowness_of_replicas(const PlanProblem& problem
 int fewest_for_late_share(const PlanOptions& options, PipelineShape shape) {
   if (!shape.method->is_fresh) return 1;
   shape.num_microbatches = 1;
-  const double fewest = std::ceil(shape.late_share() / options.max_late_share);
+  const double fewest = std::ceil(shape.mean_delay() / options.max_late_share);
   return static_cast<int>(std::min(fewest, options.largest_batch + 1.0));  // more do not fit
 }
 
@@ -69,7 +69,7 @@ std::optional<Candidate> by_speed(const PlanProblem& problem, Candidate candidat
                                   const std::vector<double>& slowness) {
   PipelineShape& shape = candidate.shape;
   const ScheduleMethod& method = *shape.method;
-  if (slowness.empty() || method.is_bidirectional()) return std::nullopt;
+  if (slowness.empty() || method.is_bidirectional() || shape.is_stashed()) return std::nullopt;
   const int least = *least_microbatches(method, shape.ranks, shape.stages_per_rank,
                                         fewest_for_late_share(problem.options, shape));
   candidate.microbatches = microbatches_by_speed(
@@ -215,7 +215,7 @@ std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappin
       bool has_other = false;
       for (const std::string& name : problem.options.schedules) {
         const ScheduleMethod& method = planned_method(name);
-        if (ranks == 1) {
+        if (ranks == 1 && method.weights != Weights::kStashed) {
           bool& has = method.is_flushed() ? has_flushed : has_other;
           if (has || method.is_bidirectional() || method.is_v()) continue;
           has = true;

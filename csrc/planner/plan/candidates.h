@@ -39,11 +39,11 @@ std::string to_string(const Candidate& candidate);
 // where the schedule has chunks, and mappings. m is the least number of microbatches that the
 // schedule allows with w b m >= batch; a candidate with w b m > largest_batch is none. With p = 1
 // (replicated and unpipelined) one drained schedule and one that is not are enough, as they are all
-// the same.
+// the same. pipedream is one by itself: it has m = 1.
 //
 // Where a mapping gives replicas devices of different slowness there is, with unequal_replicas,
 // another candidate, in which they have microbatches by their speed: of the slowest of each's
-// devices. Not with two pipelines.
+// devices. Not with two pipelines, and not under pipedream.
 std::vector<Candidate> candidates(const PlanProblem& problem, const DeviceMappings& mappings);
 
 // The most stages that the model can be cut into.

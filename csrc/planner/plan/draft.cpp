@@ -9,9 +9,9 @@
 namespace pd2 {
 namespace {
 
-double held_always(const PlannedStage& stage, int num_versions) {
+double held_always(const PlannedStage& stage) {
   const StageCosts& costs = stage.costs;
-  return num_versions * costs.weight_bytes + stage.frozen_bytes + costs.gradient_bytes +
+  return stage.num_versions * costs.weight_bytes + stage.frozen_bytes + costs.gradient_bytes +
          costs.state_bytes + stage.message_bytes;
 }
 
@@ -45,8 +45,7 @@ std::vector<StageMemoryRule> StageDraft::memory_rules() const {
     StageMemoryRule& rule = rules[stage];
     rule.slowness = holders.slowness[stage];
     const double in_flight = in_flight_with_others(shape, stage);
-    rule.trained = shape.num_versions() + problem.options.gradient +
-                   problem.options.held_state(candidate.width);
+    rule.trained = shape.num_versions(stage) + problem.options.gradient + held_state();
     rule.activations = again ? most_recomputed(shape, stage) : in_flight;
     rule.inputs = again ? in_flight : 0;
     for (const int rank : shape.ranks_of(stage)) {
@@ -179,10 +178,11 @@ void StageDraft::set_stages(const std::vector<int>& firsts) {
         .input_bytes = recomputes_stages() ? received[k] : 0,
         .weight_bytes = trained,
         .gradient_bytes = options.gradient * trained,
-        .state_bytes = options.held_state(candidate.width) * trained};
+        .state_bytes = held_state() * trained};
     stage.message_bytes = options.microbatches_behind * (received[k] + sent[k]);
     stage.summed_bytes = options.summed() * trained;
     stage.frozen_bytes = sum.parameter_bytes - sum.trained_bytes + shared[k].frozen;
+    stage.num_versions = shape.num_versions(k);
     stage.most_in_flight = most_in_flight(shape, k);
     stage.memory_limit = kInfinity;
     for (const int rank : shape.ranks_of(k)) {
@@ -224,7 +224,7 @@ bool StageDraft::set_memory() {
       for (const int block : stage.blocks) {
         again = std::max(again, held * sums.blocks[block].activation_bytes);
       }
-      const double always = held_always(stage, shape.num_versions());
+      const double always = held_always(stage);
       stage.peak_bytes = always + stage.most_in_flight * kept + again;
       bytes += always;
       all_kept.push_back(kept);
@@ -245,8 +245,7 @@ bool StageDraft::recompute_blocks() {
     std::vector<std::pair<int, int>> places;  // stage and block
     for (const int k : shape.stages_on(rank)) {
       const PlannedStage& stage = chosen.stages[k];
-      needed += held_always(stage, shape.num_versions()) +
-                stage.most_in_flight * stage.costs.activation_bytes;
+      needed += held_always(stage) + stage.most_in_flight * stage.costs.activation_bytes;
       const std::vector<Block>& blocks = problem.model.blocks;
       const auto first = std::ranges::lower_bound(blocks, stage.first, {}, &Block::first);
       for (auto block = first; block != blocks.end() && block->end <= stage.end; ++block) {

@@ -21,6 +21,7 @@ struct PlannedStage {
   double frozen_bytes = 0;
   double message_bytes = 0;  // that it has received, of microbatches that its device is behind
   double summed_bytes = 0;   // by replicas, see PlanOptions
+  int num_versions = 1;
   int most_in_flight = 0;
   double peak_bytes = 0;
   double memory_limit = 0;  // of the smallest device, of all its stages
@@ -57,6 +58,9 @@ struct StageDraft {
   double seconds_per_byte = 0;  // of a mean message
   double seconds_per_value = 0;
 
+  double held_state() const {
+    return problem.options.held_state(candidate.width, shape.mean_delay());
+  }
   bool recomputes_stages() const { return candidate.recompute == Recompute::kStages; }
 
   // Each of a rank's stages with an equal share of its memory: of what the messages of the stages

@@ -95,7 +95,8 @@ double longest_cycle(const PipelineShape& shape, const Costs& costs, int step, i
   double worst = 0;
   for (int i = first; i < d; ++i) {
     for (int j = i; j < std::min(d, i + longest); ++j) {
-      const double cycle = ways.there_and_back(i, j) + costs.stages[j].recompute;
+      double cycle = ways.there_and_back(i, j) + costs.stages[j].recompute;
+      if (shape.is_stashed()) cycle += costs.stages[i].seconds(kUpdate);
       worst = std::max(worst, cycle / (step * (j - i) + 1));
     }
   }
@@ -393,6 +394,7 @@ double period_of(const PipelineShape& shape, const Costs& costs) {
     return method.is_flushed() ? period_of_drained_v(shape, costs)
                                : period_of_v_with_two_versions(shape, costs);
   }
+  if (shape.is_stashed()) return slowest_cycle(shape, costs, shape.depth());
   if (!method.is_flushed()) return period_of_two_versions(shape, costs);
   if (method.is_bidirectional()) return period_of_chimera(shape, costs);
   if (method.has_chunks) return period_of_interleaved(shape, costs);
@@ -458,7 +460,8 @@ double busiest_rank(const PipelineShape& shape, const Costs& costs) {
       if (costs.host) {
         of_host += cost.update;
       } else {
-        seconds += shape.method->is_flushed() ? cost.seconds(kUpdate) : cost.update;
+        const bool waits = shape.method->is_flushed() || shape.is_stashed();
+        seconds += waits ? cost.seconds(kUpdate) : cost.update;
       }
     }
     busiest = std::max({busiest, seconds, of_host});

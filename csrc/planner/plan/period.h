@@ -26,6 +26,7 @@ double simulated_actions(const PipelineShape& shape);
 //                   n = j - i + 1 for 2bw, 2 (j - i) + 1 for 2bw_eager (R of other stages hides
 //                   behind messages); U beside, by its deadline
 //   1f1b            there and back once, F + B + 2 c of all stages, and m - 1 of 2bw's cycles
+//   pipedream       the same cycles, with U of the first stage: each F waits for the last update
 //   gpipe           two flow shops: sum of F + (m - 1) max F, sum of B + (m - 1) max (B + R); links
 //                   are machines of both. The first R of some stage may be longer than what it
 //                   waits for: of the ways to a stage, its R and back the longest

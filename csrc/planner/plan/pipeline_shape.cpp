@@ -132,6 +132,7 @@ std::optional<int> least_microbatches(const ScheduleMethod& method, int ranks, i
   if (method.is_bidirectional() && ranks % 2 != 0) return std::nullopt;
   const int multiple_of = method.microbatches_multiple_of(ranks);
   const int m = std::max({method.least_microbatches(ranks, stages_per_rank), at_least, 1});
+  if (method.weights == Weights::kStashed && m > 1) return std::nullopt;
   return (m + multiple_of - 1) / multiple_of * multiple_of;
 }
 
@@ -142,7 +143,8 @@ int most_in_flight(const PipelineShape& shape, int stage) {
   if (method.is_bidirectional()) return std::min({d / 2, m / 2, d - stage});
   if (method.is_v()) return counts_of_v(shape).in_flight[stage];
   if (method.has_chunks) return most_in_flight_of_chunk(shape, stage);
-  return std::min(method.lag_of(shape.sizes(), stage) + most_recomputed(shape, stage), m);
+  const int most = method.lag_of(shape.sizes(), stage) + most_recomputed(shape, stage);
+  return method.is_flushed() ? std::min(most, m) : most;
 }
 
 int in_flight_with_others(const PipelineShape& shape, int stage) {
@@ -168,10 +170,10 @@ PlannedShape planned_shape(std::string_view name, const ScheduleSizes& sizes) {
   const PipelineShape shape = {&method, sizes.ranks(), sizes.stages_per_rank,
                                sizes.num_microbatches};
   PlannedShape planned;
-  planned.num_versions = shape.num_versions();
-  planned.late_share = shape.late_share();
+  planned.mean_delay = shape.mean_delay();
   planned.recomputes_together = shape.recomputes_together();
   for (int stage = 0; stage < shape.depth(); ++stage) {
+    planned.num_versions.push_back(shape.num_versions(stage));
     planned.most_in_flight.push_back(most_in_flight(shape, stage));
     planned.most_recomputed.push_back(most_recomputed(shape, stage));
   }

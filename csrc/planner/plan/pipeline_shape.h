@@ -37,12 +37,19 @@ struct PipelineShape {
   double microbatches_of_copy() const {
     return num_microbatches * (method->is_bidirectional() ? 0.5 : 1);
   }
-  int num_versions() const { return method->is_flushed() ? 1 : 2; }
-  // Of all forwards; where some alone are late, those that an update of one slot needs.
-  double late_share() const {
+  // Weight stashing (arXiv 1806.03377): those of the microbatches between F and B.
+  int num_versions(int stage) const {
+    if (is_stashed()) return depth() - stage;
+    return method->is_flushed() ? 1 : 2;
+  }
+  // Batches by which forwards are late, on average; where some alone are late, by an update of one
+  // slot.
+  double mean_delay() const {
     if (method->is_flushed()) return 0;
+    if (is_stashed()) return (depth() - 1) / 2.0;
     return method->is_fresh ? (depth() + 1) / (2.0 * num_microbatches) : 1;
   }
+  bool is_stashed() const { return method->weights == Weights::kStashed; }
   int stages_sharing_a_rank() const { return method->is_bidirectional() ? 2 : stages_per_rank; }
   // Rank r holds the stages r and depth() - 1 - r: in a V, or the second as the other pipeline's.
   bool is_folded() const { return method->is_bidirectional() || method->is_v(); }
@@ -95,8 +102,8 @@ int most_recomputed(const PipelineShape& shape, int stage);
 
 // The same numbers for the reader of a plan.
 struct PlannedShape {
-  int num_versions = 1;
-  double late_share = 0;
+  double mean_delay = 0;
+  std::vector<int> num_versions;     // by stage
   std::vector<int> most_in_flight;   // by stage
   std::vector<int> most_recomputed;  // by stage
   bool recomputes_together = false;  // of a rank's stages

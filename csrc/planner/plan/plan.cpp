@@ -45,7 +45,7 @@ class Best {
     const auto end =
         std::ranges::lower_bound(kept_, kEquallyGood * least(), {}, &Evaluation::score);
     std::ranges::stable_sort(kept_.begin(), end, {}, [](const Evaluation& plan) {
-      return std::pair(plan.candidate.shape.late_share(), plan.peak_bytes);
+      return std::pair(plan.candidate.shape.mean_delay(), plan.peak_bytes);
     });
     if (kept_.size() > most_) kept_.resize(most_);
     return std::move(kept_);

@@ -28,8 +28,7 @@ inline constexpr double kEquallyGood = 1.001;
 
 // The best plans, the best first: 1 + options.num_alternatives of them at most, of each
 // (schedule, w, d, v, b, recompute) the best mapping. Those come first that are as good as the one
-// with the least score, by their late_share(), then by their peaks; the others by score. What is
-// equal then, too: in the candidates' order.
+// with the least score, by their mean_delay(), then by their peaks; the others by score.
 //
 // Best first by Bounds: candidates are evaluated by rising bound until the next bound is not below
 // the worst score kept. So the result is that of evaluating all candidates. With kMemory the plans

@@ -65,9 +65,12 @@ struct PlanOptions {
   // Bytes per byte of trained parameters, in one copy.
   double gradient = 1;
   double state = 0;  // optimizer and masters
+  double kept = 0;   // what a correction of late steps keeps; nothing where no forward is late
   // Each of w replicas has 1/w of the state, steps that, and gives the others its weights.
   bool shares_state = false;
-  double held_state(int width) const { return shares_state ? state / width : state; }
+  double held_state(int width, double mean_delay) const {
+    return (state + (mean_delay > 0 ? kept : 0)) / (shares_state ? width : 1);
+  }
   double stepped(int width) const { return shares_state ? 1.0 / width : 1; }
   // What replicas exchange in an update, as bytes of a sum that all get: half of them go to whoever
   // adds up, the other half back.

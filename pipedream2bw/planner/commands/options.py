@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...capture.device_figures import KNOWN_DEVICES, DeviceFigures
+from ...optimizer.staleness import ErrorFeedback, NesterovCorrection, Remedy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Options:
                 continue
             kind, metavar = _TYPES[parameter.annotation]
             text, default = self.helps[flag], parameter.default
-            if default not in (None, inspect.Parameter.empty):
+            if default not in (None, (), inspect.Parameter.empty):
                 values = default if isinstance(default, tuple) else (default,)
                 text += f"; default: {','.join(map(str, values))}"
             parser.add_argument(*flags, dest=parameter.name, type=kind, metavar=metavar, help=text)
@@ -91,6 +92,16 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _correction(name: str) -> Remedy:
+    known: dict[str, Remedy] = {
+        "ErrorFeedback": ErrorFeedback(),
+        "NesterovCorrection": NesterovCorrection(),
+    }
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{name!r}, known: {', '.join(known)}")
+    return known[name]
+
+
 _TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
     "int": (int, "N"),
     "int | None": (int, "N"),
@@ -100,8 +111,10 @@ _TYPES: dict[str, tuple[Callable[[str], Any], str]] = {
     "str": (str, "NAME"),
     "str | None": (str, "NAME"),
     "str | Sequence[str]": (_names, "NAME,..."),
+    "int | Sequence[int]": (_whole_numbers, "N,..."),
     "Sequence[int]": (_whole_numbers, "N,..."),
     "torch.dtype | None": (_dtype, "DTYPE"),
+    "Remedy | Sequence[Remedy]": (_correction, "NAME"),
     "DeviceFigures | None": (_known_device, "DEVICE"),
     "Calibration | str | os.PathLike[str] | None": (str, "PATH"),
 }

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ..._C import planned_schedules
+from ...capture.device_figures import KNOWN_DEVICES
 from ...commands.output import check_written
 from ...pictures.canvas import Matplotlib
 from ..pictures import draw_plan
 from ..planning.cluster import Cluster, DeviceType
 from ..planning.plan import Plan
 from ..planning.planner import check_arguments, plan
+from ..planning.throughputs import throughputs
 from ..profiling import profiler
 from ..profiling.profile import Profile
 from .options import Options
@@ -27,6 +29,9 @@ _SEARCH = Options(
         "largest-batch": "rows of all replicas, at most; default: --batch",
         "schedules": f"schedules to try, of {', '.join(planned_schedules())}",
         "recompute": "what may be recomputed, of none, stages, blocks",
+        "tensor-parallel": "numbers of devices to try that share a stage, like 1,2,4",
+        "sharded": "with these: layers whose outputs stay in parts, like '*.up'",
+        "summed": "with these: layers whose outputs they add up, like '*.down'",
         "width": "number of replicas; default: the best",
         "num-stages": "number of stages; default: the best",
         "optimizer": "sgd, momentum or adamw",
@@ -34,6 +39,7 @@ _SEARCH = Options(
         "precision": "bf16 or fp16, if the pipeline will have it; needs a profile in that dtype",
         "gradient-dtype": "bfloat16, with --precision bf16: gradients of 2 bytes in place of 4",
         "shard-state": "replicas share out masters and optimizer state",
+        "staleness": "ErrorFeedback or NesterovCorrection: counts the steps that it keeps",
         "objective": "throughput, memory, or cost, which needs --price",
         "slack": "with --objective memory: the share of the least time that a plan may add to it",
         "calibration": "a margin of memory that calibrate() learned from a run",
@@ -60,7 +66,15 @@ def add_plan_command(commands: Any) -> None:
     source = what.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="MODULE:FUNCTION", help=f"{MODEL_HELP}; it is profiled")
     source.add_argument("--profile", metavar="PATH", help="a saved profile")
-    what.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices")
+    devices = what.add_mutually_exclusive_group(required=True)
+    devices.add_argument("--devices", type=int, metavar="N", help="number of devices")
+    devices.add_argument(
+        "--type",
+        action="append",
+        metavar="SPEC",
+        help='devices of one type, "v100:8,throughput=0.4,memory=16GiB,price=2.5": their '
+        "throughput over that of the profiled device, which may leave it out; may be repeated",
+    )
     what.add_argument(
         "--memory", required=True, metavar="SIZE", help='memory of a device, like "16GiB"'
     )
@@ -79,6 +93,12 @@ def add_plan_command(commands: Any) -> None:
     PROFILING.add_to(parser.add_argument_group("how --model is profiled"))
     output = parser.add_argument_group("what is written")
     output.add_argument("-o", "--output", type=Path, metavar="OUT", help="the plan, JSON")
+    output.add_argument(
+        "--table",
+        action="store_true",
+        help="in place of a plan: rows a second of the best plan on 1, 2, 4, ... devices of each "
+        "--type, for a scheduler",
+    )
     _add_picture(output)
 
 
@@ -107,19 +127,36 @@ def _add_picture(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
 def _plan(given: argparse.Namespace) -> None:
     _check_picture(given.picture)
     check_written("-o", given.output)
-    if given.objective == "cost" and given.price is None:
+    if given.objective == "cost" and given.price is None and given.type is None:
         raise ValueError("--price is missing: --objective cost needs it")
+    if given.type is not None and given.price is not None:
+        raise ValueError(f"--price: {given.price}, --type: {given.type[0]}: it says price= itself")
+    if given.table and (given.type is None or given.picture is not None):
+        raise ValueError(
+            f"--table: True, --type: {given.type}, --picture: {given.picture}: a table is of "
+            "types, and has no picture"
+        )
     devices: int | list[DeviceType] = given.devices
     if given.price is not None:
         devices = [DeviceType("device", given.devices, price_per_hour=given.price)]
-    arguments: dict[str, Any] = {
-        "devices": parse_topology(given.topology, devices) if given.topology else devices,
-        "memory": given.memory,
-        "batch": given.batch,
-        **_SEARCH.given(given),
-    }
-    check_arguments(**arguments)
-    made = plan(_profile(given), **arguments)
+    if given.type is not None:
+        devices = [parse_type(text) for text in given.type]
+
+    def cluster_of(devices: int | list[DeviceType]) -> Any:
+        return parse_topology(given.topology, devices) if given.topology else devices
+
+    search = {"memory": given.memory, "batch": given.batch, **_SEARCH.given(given)}
+    check_arguments(devices=cluster_of(devices), **search)
+    profile = _profile(given)
+    for text in given.type or ():
+        _check_known(text, profile)
+    if given.table and isinstance(devices, list):
+        found = throughputs(profile, devices, cluster_of=cluster_of, **search)
+        if given.output is not None:
+            found.save(given.output)
+        print(found.to_json() if given.json else f"{found}\n", end="")
+        return
+    made = plan(profile, devices=cluster_of(devices), **search)
     if given.output is not None:
         made.save(given.output)
     _print(made, given)
@@ -159,6 +196,41 @@ def _profile(given: argparse.Namespace) -> Profile:
             return profiler.profile(**built, **PROFILING.given(given))
     PROFILING.refuse(given, f"--profile: {given.profile}: a profile is measured already")
     return Profile.load(given.profile)
+
+
+def parse_type(text: str) -> DeviceType:
+    """The devices that ``--type`` describes: "v100:8,throughput=0.4,memory=16GiB,price=2.5".
+
+    Raises:
+        ValueError: the part that is wrong, with what is allowed.
+    """
+    head, *parts = text.split(",")
+    name, _, count = head.partition(":")
+    if not name or not count.isdecimal():
+        raise ValueError(f"--type: {head!r}, it must be NAME:COUNT")
+    options: dict[str, Any] = {}
+    for part in parts:
+        key, _, value = part.partition("=")
+        if key not in ("throughput", "memory", "price"):
+            raise ValueError(f"--type: {key!r}, known: throughput, memory, price")
+        try:
+            number = value if key == "memory" else float(value)
+        except ValueError:
+            raise ValueError(f"--type: {part!r}, it must be a number") from None
+        options["price_per_hour" if key == "price" else key] = number
+    return DeviceType(name, int(count), **options)
+
+
+def _check_known(text: str, profile: Profile) -> None:
+    """Raises ValueError if a type has neither a throughput nor the profiled device's name."""
+    name = text.partition(":")[0]
+    figures = KNOWN_DEVICES.get(name)
+    names = (name, figures.name if figures is not None else name)
+    if ",throughput=" not in text and profile.device.name not in names:
+        raise ValueError(
+            f"--type: {text}, the profile's device: {profile.device.name!r}: it has no times of "
+            "another type. Give throughput=, over the profiled device's"
+        )
 
 
 def parse_topology(text: str, devices: int | Sequence[DeviceType]) -> Cluster:

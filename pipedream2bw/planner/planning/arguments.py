@@ -12,6 +12,7 @@ from ...checks import check_bool, check_number, check_whole_number
 from ...json_document import given_or_loaded
 from ...optimizer.options import EXCLUSIONS as OPTIMIZER_EXCLUSIONS
 from ...optimizer.options import OptimizerOptions
+from ...optimizer.staleness import Remedies
 from ...options import EXCLUSIONS, Options
 from ...rules import among, check_values, refuse
 from ...units import parse_bytes
@@ -35,7 +36,7 @@ SCHEDULES = (
     "zero_bubble",
     "chimera",
 )
-"""The default choices: without gpipe, which keeps more than 1f1b, and 2bw_eager."""
+"""The default choices: without gpipe, which keeps more than 1f1b, 2bw_eager, and pipedream."""
 
 
 _OPTIONS = ("precision", "split_master", "gradient_dtype", "optimizer_device", "shard_state")
@@ -47,11 +48,13 @@ class PerTrainedByte(NamedTuple):
     Attributes:
         gradient: of gradients.
         state: of optimizer state and masters, of all replicas together where they share it out.
+        kept: of the last step, which a correction of late steps needs, beside that state.
         stepped: of float32 that the optimizer steps.
     """
 
     gradient: float
     state: float
+    kept: float
     stepped: float
 
 
@@ -65,6 +68,8 @@ class PlanArguments:
         schedules: their names.
         chunks: stages of a rank, to be tried.
         recompute: what may be recomputed.
+        degrees: devices that share a stage, to be tried, rising.
+        sharded, summed: patterns of layers' names.
         optimizer: as a profile names it.
         held: bytes that are held for each byte of trained weights.
         calibration: what an earlier run has shown.
@@ -76,6 +81,9 @@ class PlanArguments:
     schedules: Sequence[str]
     chunks: list[int]
     recompute: Sequence[str]
+    degrees: list[int]
+    sharded: Sequence[str]
+    summed: Sequence[str]
     optimizer: str
     held: PerTrainedByte
     calibration: Calibration | None
@@ -111,28 +119,42 @@ class PlanArguments:
         check_objective(
             given["objective"], given["slack"], given["num_batches"], given["start_within"]
         )
+        degrees = sorted(set(numbers_to_try("tensor_parallel", given["tensor_parallel"])))
+        patterns = {name: patterns_of(name, given[name]) for name in ("sharded", "summed")}
+        check_degrees(degrees, patterns, given["objective"])
         check_bool("unequal_replicas", given["unequal_replicas"])
         check_number("max_late_share", given["max_late_share"])
         if given["max_late_share"] > 1:
             raise ValueError(f"max_late_share: {given['max_late_share']}, it must be at most 1")
         optimizer, device = given["optimizer"], given["optimizer_device"]
-        options = {name: given[name] for name in _OPTIONS}
+        options = {name: given[name] for name in (*_OPTIONS, "staleness")}
         check_values(Options, options)
         check_values(OptimizerOptions, options)
+        remedies = options["staleness"] = Remedies(given["staleness"])
         refuse(among((*EXCLUSIONS, *OPTIMIZER_EXCLUSIONS), options), options)
+        if remedies.correction is not None and "pipedream" in names:
+            raise ValueError(
+                f"staleness: {remedies!r}, schedules: {', '.join(names)}: a correction is of a "
+                "delay of 1 on every stage, which pipedream has not. Leave out one of them"
+            )
         held = per_trained_byte(
             optimizer, given["precision"], given["split_master"], given["gradient_dtype"]
         )
+        if remedies.correction is None:
+            held = held._replace(kept=0.0)
         if given["shard_state"]:
             names = with_one_pipeline(names, are_named=tuple(names) != SCHEDULES)
         if device is not None:
-            optimizer, held = f"{optimizer} on host", held._replace(state=0.0)
+            optimizer, held = f"{optimizer} on host", held._replace(state=0.0, kept=0.0)
         return cls(
             bytes_per_device=bytes_per_device,
             largest_batch=largest,
             schedules=names,
             chunks=chunks,
             recompute=ways,
+            degrees=degrees,
+            sharded=patterns["sharded"],
+            summed=patterns["summed"],
             optimizer=optimizer,
             held=held,
             calibration=calibration,
@@ -165,17 +187,54 @@ def chunks_to_try(given: object, largest_batch: int) -> list[int]:
         TypeError: no whole numbers.
         ValueError: one is below 2, or too large for these microbatches.
     """
-    numbers = [given] if isinstance(given, int) and not isinstance(given, bool) else given
-    if isinstance(numbers, str) or not isinstance(numbers, Sequence):
-        raise TypeError(f"stages_per_rank: {given!r} given, it must be whole numbers, like (2, 4)")
+    numbers = numbers_to_try("stages_per_rank", given, at_least=2)
     for number in numbers:
-        check_whole_number("stages_per_rank", number, at_least=2)
         if number * largest_batch >= 2**31:
             raise ValueError(
                 f"stages_per_rank: {number}, largest_batch: {largest_batch}: their product must be "
                 f"below {2**31}"
             )
+    return numbers
+
+
+def numbers_to_try(name: str, given: object, *, at_least: int = 1) -> list[int]:
+    """Lists whole numbers; one may be given by itself.
+
+    Raises:
+        TypeError, ValueError: no whole numbers, or one is too small.
+    """
+    numbers = [given] if isinstance(given, int) and not isinstance(given, bool) else given
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence):
+        raise TypeError(f"{name}: {given!r} given, it must be whole numbers, like (2, 4)")
+    for number in numbers:
+        check_whole_number(name, number, at_least=at_least)
     return list(numbers)
+
+
+def patterns_of(name: str, given: object) -> list[str]:
+    """Lists patterns of layers' names; one may be given by itself. Raises TypeError for others."""
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
+        raise TypeError(f"{name}: {given!r} given, it must be names of layers, like '*.up'")
+    return list(patterns)
+
+
+def check_degrees(
+    degrees: Sequence[int], patterns: Mapping[str, Sequence[str]], objective: object
+) -> None:
+    """Raises ValueError unless the degrees of tensor parallelism can be compared."""
+    if not degrees:
+        raise ValueError("tensor_parallel: none, give at least one degree, such as 1")
+    if degrees[-1] > 1 and not any(patterns.values()):
+        raise ValueError(
+            f"tensor_parallel: {degrees[-1]}, sharded: none, summed: none: a degree above 1 needs "
+            "layers that are cut. Name them as the profile does"
+        )
+    if len(degrees) > 1 and objective == "memory":
+        raise ValueError(
+            f"tensor_parallel: {', '.join(map(str, degrees))}, objective: 'memory': the slack is "
+            "over the fastest plan of one degree. Give one"
+        )
 
 
 def check_objective(
@@ -228,11 +287,12 @@ def per_trained_byte(
     if optimizer not in states:
         raise ValueError(f"optimizer: {optimizer!r}, known: {', '.join(states)}")
     if precision in (None, "fp32"):
-        return PerTrainedByte(gradient=1.0, state=states[optimizer], stepped=1.0)
+        return PerTrainedByte(gradient=1.0, state=states[optimizer], kept=1.0, stepped=1.0)
     # Float32 beside weights of 16 bits: twice the bytes; a split master has the other 16 bits.
     return PerTrainedByte(
         gradient=2.0 if gradient_dtype is None else 1.0,
         state=2 * states[optimizer] + (1 if split_master else 2),
+        kept=2.0 if split_master else 0.0,  # whole masters are the weights before the correction
         stepped=2.0,
     )
 

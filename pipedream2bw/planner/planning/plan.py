@@ -7,6 +7,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from ... import _C, svg
 from ...colours import MEMORY_COLOURS, TIME_COLOURS
@@ -32,8 +33,8 @@ class StagePlan:
     Attributes:
         begins_at: the name for ``split=`` of the layer that the stage begins at; "" for stage 0.
         layers: the profile's layers, from the first to the one after the last.
-        devices: numbers of the devices that hold the stage, one for each replica; with chimera the
-            first pipeline's copy.
+        devices: numbers of the devices that hold the stage, one for each replica, or as many
+            adjacent ones as ``tensor_parallel`` says; with chimera the first pipeline's copy.
         forward, input_grad, weight_grad: predicted seconds of one microbatch, on the slowest of
             the devices. Where replicas have different numbers of microbatches, a device that has
             fewer than others counts as if it were as much faster, here and below.
@@ -42,10 +43,11 @@ class StagePlan:
             gradients back, each: if several stages do, to the one that they take longest to; 0 for
             the last stage.
         update, all_reduce: seconds of one batch.
-        num_versions: of the weights.
+        num_versions: of the weights; under pipedream more on earlier stages.
         weight_bytes: what is trained, in one version.
         frozen_bytes: what is not.
-        gradient_bytes, state_bytes: masters count as state; of one replica, where they share it.
+        gradient_bytes, state_bytes: masters, and the steps that a correction keeps, count as state;
+            of one replica, where they share it.
         most_in_flight: microbatches between forward and backward at once.
         activation_bytes: of one microbatch: what is kept from its forward to its backward. If the
             whole stage is recomputed, it is there from that on.
@@ -130,6 +132,7 @@ class PlanOutline:
         width: replicas w of every stage.
         num_stages: the depth d.
         stages_per_rank: v; a replica takes ``num_stages // stages_per_rank`` devices.
+        tensor_parallel: devices t that share each of these places: times and bytes are of one.
         microbatch_rows: b.
         num_microbatches: m, of every replica's batch; or of each replica's part of one batch.
         seconds_per_batch: predicted, in the steady state.
@@ -142,6 +145,7 @@ class PlanOutline:
     width: int
     num_stages: int
     stages_per_rank: int
+    tensor_parallel: int = 1
     microbatch_rows: int
     num_microbatches: int | tuple[int, ...]
     seconds_per_batch: float
@@ -165,9 +169,15 @@ class PlanOutline:
         return ", ".join(map(str, numbers)) if few else f"{min(numbers)} to {max(numbers)}"
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes for ``PipelineModule(mesh=)``: replicas, ranks, and devices that share one."""
+        ranks = self.num_stages // self.stages_per_rank
+        return {"dp": self.width, "pp": ranks, "tp": self.tensor_parallel}
+
+    @property
     def late_in_words(self) -> str:
         """The share of forwards that are late, where only some are."""
-        share = self.shape.late_share
+        share = self.shape.mean_delay
         return f", {100 * share:.0f} % late" if 0 < share < 1 else ""
 
     @property
@@ -211,7 +221,8 @@ class Plan(PlanOutline, Document):
             parameter, by the largest parameter at most.
         gradient_dtype: "bfloat16" if gradients are of ``PipelineModule(gradient_dtype=)``.
         bound_by: what keeps it from being faster; a sentence.
-        alternatives: the next best plans, at most five.
+        alternatives: the next best plans, at most five: of the same ``tensor_parallel``, and the
+            best one of each other degree.
         profile_fingerprint: of the profiled model.
     """
 
@@ -233,7 +244,7 @@ class Plan(PlanOutline, Document):
     @property
     def num_devices(self) -> int:
         """Devices that are used."""
-        return self.width * self.num_stages // self.stages_per_rank
+        return math.prod(self.mesh.values())
 
     @property
     def split(self) -> list[str]:
@@ -254,12 +265,32 @@ class Plan(PlanOutline, Document):
         return names or False
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options of :class:`PipelineModule` that say what the plan does, where plan= cannot.
+
+        With ``tensor_parallel`` above 1 the script cuts the model's layers over the mesh's "tp".
+        The mesh numbers processes as the plan numbers devices. Of measured links it does not: take
+        a DeviceMesh of the stages' ``devices``.
+        """
+        first, t = self.stages[0].devices, self.tensor_parallel
+        order = ("dp", "pp", "tp")
+        if self.width > 1 and first[t] == first[0] + t:
+            order = ("pp", "dp", "tp")
+        names = ("num_stages", "num_microbatches", "schedule", "stages_per_rank", "split")
+        return {
+            **{name: getattr(self, name) for name in (*names, "recompute")},
+            "mesh": {name: self.mesh[name] for name in order},
+        }
+
+    @property
     def sizes_in_words(self) -> str:
         """Its schedule, replicas, stages and microbatches."""
         chunks = f", {self.stages_per_rank} on a device" if self.stages_per_rank > 1 else ""
         replicas = "1 replica" if self.width == 1 else f"{self.width} replicas"
         rows = "1 row" if self.microbatch_rows == 1 else f"{self.microbatch_rows} rows"
         stages = "1 stage" if self.num_stages == 1 else f"{self.num_stages} stages"
+        if self.tensor_parallel > 1:
+            stages += f" on {self.tensor_parallel} devices each"
         return (
             f"{self.schedule}{self.late_in_words}: {replicas} of {stages}{chunks}, "
             f"{self.microbatches_in_words} microbatches of {rows}"
@@ -432,7 +463,8 @@ def _alternatives(plan: Plan) -> str:
         [
             f"{number}",
             each.schedule + each.late_in_words,
-            f"{each.width} x {each.num_stages}",
+            " x ".join(map(str, each.mesh.values()))
+            + (f", {each.num_stages} stages" if each.stages_per_rank > 1 else ""),
             f"{each.microbatches_in_words} of {each.microbatch_rows}",
             each.recompute,
             format_seconds(each.seconds_per_batch),
@@ -441,7 +473,7 @@ def _alternatives(plan: Plan) -> str:
         ]
         for number, each in enumerate(plan.alternatives, 1)
     ]
-    columns = ("", "schedule", "replicas x stages", "microbatches", "recompute", "step", "rows/s")
+    columns = ("", "schedule", "dp x pp x tp", "microbatches", "recompute", "step", "rows/s")
     reasons = [
         textwrap.fill(f"{number}: {each.lost_by}", _MOST_COLUMNS, subsequent_indent="   ")
         for number, each in enumerate(plan.alternatives, 1)

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ... import _C
 from ...errors import DoesNotFit
 from ...json_document import given_or_loaded
+from ...optimizer.staleness import Remedy
 from ...progress import progress
 from ...rules import as_dtype, as_name
 from ..profiling.profile import Profile
@@ -30,7 +31,9 @@ from .arguments import (
 from .calibration import Calibration
 from .cluster import MOST_DEVICES, Cluster, DeviceType, as_cluster
 from .plan import RECOMPUTE, Alternative, Plan, StagePlan
+from .tensor_parallel import Shards, divided, grouped
 
+_MOST_ALTERNATIVES = 5
 _MOST_BEHIND = 3  # microbatches that a stage has forgotten and its device may yet have to read
 
 
@@ -44,6 +47,9 @@ def plan(
     schedules: str | Sequence[str] = SCHEDULES,
     stages_per_rank: int | Sequence[int] = (2, 4),
     recompute: str | Sequence[str] = RECOMPUTE,
+    tensor_parallel: int | Sequence[int] = 1,
+    sharded: str | Sequence[str] = (),
+    summed: str | Sequence[str] = (),
     objective: str = "throughput",
     slack: float = 0.1,
     num_batches: int | None = None,
@@ -54,6 +60,7 @@ def plan(
     gradient_dtype: torch.dtype | None = None,
     optimizer_device: str | None = None,
     shard_state: bool = False,
+    staleness: Remedy | Sequence[Remedy] = (),
     width: int | None = None,
     num_stages: int | None = None,
     unequal_replicas: bool = True,
@@ -80,13 +87,18 @@ def plan(
             At most 100 million.
         largest_batch: rows of one batch, at most; the batch if None. The largest that trains well.
         schedules: of "2bw", "2bw_fresh", "2bw_eager", "1f1b", "gpipe", "interleaved",
-            "zero_bubble", "chimera", and in a V of up to 64 ranks "2bw_v", "2bw_v_two_thirds",
-            "2bw_v_half", "2bw_v_min", "zero_bubble_v", "v_half", "v_min". Of these, of
-            ``stages_per_rank`` and of ``recompute`` one may be given by itself.
+            "zero_bubble", "chimera", "pipedream". In a V of up to 64 ranks of "2bw_v",
+            "2bw_v_two_thirds", "2bw_v_half", "2bw_v_min", "zero_bubble_v", "v_half", "v_min". Of
+            these, of ``stages_per_rank`` and of ``recompute`` one may be given by itself.
         stages_per_rank: tried with "interleaved".
         recompute: ways to try: "none", "stages" (all of each stage), "blocks": of every stage only
             the blocks that its memory demands, of those the ones that take the least time. A block
             is a module in a list, like "layers.3".
+        tensor_parallel: degrees to try, such as (1, 2, 4): so many adjacent devices share each
+            stage. They must divide the devices, and those of a server or the other way round.
+        sharded, summed: names or patterns (``fnmatch``) of the profile's layers whose parameters
+            these devices cut. They add up what those of ``summed`` make (row-parallel). What those
+            of ``sharded`` make stays in parts (column-parallel). Layers between work on parts.
         objective: "throughput"; "cost": the lowest price of a batch; "memory": the smallest peak of
             a device, of plans that take at most 1 + slack of the least time.
         slack: see ``objective``.
@@ -104,6 +116,9 @@ def plan(
         shard_state: as in :class:`PipelineOptimizer`: each of w replicas has 1/w of a stage's
             masters and optimizer state, and steps that. Not with schedules of two pipelines, which
             are then left out of the default ones.
+        staleness: as in :class:`PipelineOptimizer`. A correction keeps a step of each trained
+            parameter, under schedules with late forwards: 4 bytes each, of which ``shard_state``
+            leaves 1/w. Whole float32 masters of 16-bit weights need none. Times do not change.
         width, num_stages: the number of replicas, and of stages, of every plan; None: the best.
         unequal_replicas: with devices of several speeds, replicas may have different numbers of
             microbatches, as their devices are fast: the plan's num_microbatches is a number for
@@ -127,56 +142,135 @@ def plan(
     check_precision(profile, precision)
     check_update_time(profile, arguments.optimizer)
     cluster = as_cluster(devices, profile.links)
-    pieces = 1 + sum(layer.can_cut_after for layer in profile.layers)
-    check_grid(arguments, cluster, num_pieces=pieces)
+    shards = Shards.of(profile, arguments.sharded, arguments.summed)
     blocks = blocks_of([layer.name for layer in profile.layers])
     limits = memory_of_types(cluster, arguments.bytes_per_device, calibration)
+
+    def best_of(degree: int) -> _C.BestPlans:
+        groups, rings = grouped(cluster, degree)
+        of_degree = profile
+        if degree > 1:
+            throughput = cluster.types[0].throughput
+            of_degree = divided(profile, shards, degree, rings, throughput)
+        pieces = 1 + sum(layer.can_cut_after for layer in of_degree.layers)
+        check_grid(arguments, groups, num_pieces=pieces)
+        options = _C.PlanOptions(
+            batch=batch,
+            largest_batch=arguments.largest_batch,
+            width=width or 0,
+            num_stages=num_stages or 0,
+            schedules=arguments.schedules,
+            stages_per_rank=arguments.chunks,
+            recompute=arguments.recompute,
+            objective=objective,
+            slack=slack,
+            num_batches=num_batches or 0,
+            start_within=start_within,
+            gradient=arguments.held.gradient,
+            state=arguments.held.state,
+            kept=arguments.held.kept,
+            shares_state=shard_state,
+            steps_on_host=optimizer_device is not None,
+            microbatches_behind=0 if profile.device.type == "cpu" else _MOST_BEHIND,
+            unequal_replicas=unequal_replicas,
+            max_late_share=max_late_share,
+            reserved=0.0 if calibration is None else calibration.offset,
+        )
+        return _C.best_plans(
+            _profiled_model(of_degree, blocks, arguments.optimizer, arguments.held),
+            _planned_cluster(groups, limits, None if isinstance(devices, Cluster) else profile),
+            options,
+        )
+
+    for degree in arguments.degrees:
+        grouped(cluster, degree)
     try:
         with progress("plan"):
-            found = _C.best_plans(
-                _profiled_model(profile, blocks, arguments.optimizer, arguments.held),
-                _planned_cluster(
-                    cluster, limits, None if isinstance(devices, Cluster) else profile
-                ),
-                _C.PlanOptions(
-                    batch=batch,
-                    largest_batch=arguments.largest_batch,
-                    width=width or 0,
-                    num_stages=num_stages or 0,
-                    schedules=arguments.schedules,
-                    stages_per_rank=arguments.chunks,
-                    recompute=arguments.recompute,
-                    objective=objective,
-                    slack=slack,
-                    num_batches=num_batches or 0,
-                    start_within=start_within,
-                    gradient=arguments.held.gradient,
-                    state=arguments.held.state,
-                    shares_state=shard_state,
-                    steps_on_host=optimizer_device is not None,
-                    microbatches_behind=0 if profile.device.type == "cpu" else _MOST_BEHIND,
-                    unequal_replicas=unequal_replicas,
-                    max_late_share=max_late_share,
-                    reserved=0.0 if calibration is None else calibration.offset,
-                ),
-            )
+            found = _of_degrees(arguments.degrees, best_of)
     except DoesNotFit as error:
         own = own_memories(cluster)
         raise DoesNotFit(f"{error}{own}", limit=error.limit) from None
-    best, *others = found.plans
-    alternatives = [
-        Alternative(**_fields(Alternative, other), lost_by=why)
-        for other, why in zip(others, found.lost_by, strict=True)
-    ]
-    stages = tuple(_stage_plan(stage, best, profile, blocks) for stage in best.stages)
+    degree, bound_by, best, alternatives = _chosen(found, objective)
+    stages = tuple(_stage_plan(stage, best, profile, blocks, degree) for stage in best.stages)
     return Plan(
         **{**_fields(Plan, best), "stages": stages},
+        tensor_parallel=degree,
         shard_state=shard_state,
         gradient_dtype=None if gradient_dtype is None else str(gradient_dtype).split(".")[1],
-        bound_by=found.bound_by,
-        alternatives=tuple(alternatives),
+        bound_by=bound_by,
+        alternatives=alternatives,
         profile_fingerprint=profile.fingerprint,
     )
+
+
+def _of_degrees(
+    degrees: Sequence[int], best_of: Callable[[int], _C.BestPlans]
+) -> dict[int, _C.BestPlans]:
+    """The plans of every degree of tensor parallelism that has some.
+
+    Raises:
+        ValueError: none has: the error of the one that lacks the least memory, or the first one.
+    """
+    found = {}
+    errors: list[ValueError] = []
+    for degree in degrees:
+        try:
+            found[degree] = best_of(degree)
+        except ValueError as error:
+            errors.append(error)
+    if not found:
+        lacking = [error for error in errors if isinstance(error, DoesNotFit)]
+        raise min(lacking, key=lambda error: error.limit) if lacking else errors[0]
+    return found
+
+
+def _chosen(
+    found: dict[int, _C.BestPlans], objective: str
+) -> tuple[int, str, _C.FoundPlan, tuple[Alternative, ...]]:
+    """The best degree, what bounds its plan, that plan, and the next best ones.
+
+    These are of the same degree, and the best one of each other.
+    """
+
+    def score(plan: _C.FoundPlan) -> float:
+        if objective != "cost":
+            return 1 / plan.rows_per_second
+        return plan.total_price or plan.price_per_hour / plan.rows_per_second
+
+    bests = {degree: plans.plans[0] for degree, plans in found.items()}
+    least = min(map(score, bests.values()))
+    equal = [degree for degree, plan in bests.items() if score(plan) < least * _C.EQUALLY_GOOD]
+
+    def preference(degree: int) -> tuple[float, float]:
+        each = bests[degree]
+        outline = Alternative(**_fields(Alternative, each), lost_by="")
+        return outline.shape.mean_delay, each.peak_bytes
+
+    chosen = min(equal, key=preference)
+    best, *others = found[chosen].plans
+    by_score = [
+        (
+            score(plan),
+            Alternative(**_fields(Alternative, plan), tensor_parallel=chosen, lost_by=why),
+        )
+        for plan, why in zip(others, found[chosen].lost_by, strict=True)
+    ]
+    more = "more expensive" if objective == "cost" else "slower"
+    for degree, plan in bests.items():
+        if degree != chosen:
+            above = f"{100 * (score(plan) / score(best) - 1):.3g} % {more}"
+            why = f"{above if degree not in equal else 'equally good'}; bound by "
+            why += _bound_by(found[degree], degree)
+            other = Alternative(**_fields(Alternative, plan), tensor_parallel=degree, lost_by=why)
+            by_score.append((score(plan), other))
+    by_score.sort(key=lambda each: each[0])
+    alternatives = tuple(other for _, other in by_score[:_MOST_ALTERNATIVES])
+    return chosen, _bound_by(found[chosen], chosen), best, alternatives
+
+
+def _bound_by(found: _C.BestPlans, degree: int) -> str:
+    groups = f"; each device here is {degree} adjacent ones" if degree > 1 else ""
+    return f"{found.bound_by}{groups}"
 
 
 def check_arguments(**arguments: Any) -> None:
@@ -186,8 +280,10 @@ def check_arguments(**arguments: Any) -> None:
     """
     bound = inspect.signature(plan).bind(None, **arguments)
     bound.apply_defaults()
+    checked = PlanArguments.of(bound.arguments)
     cluster = as_cluster(bound.arguments["devices"], None)
-    check_grid(PlanArguments.of(bound.arguments), cluster, num_pieces=MOST_DEVICES)
+    groups = [grouped(cluster, degree)[0] for degree in checked.degrees]
+    check_grid(checked, groups[0], num_pieces=MOST_DEVICES)
 
 
 def _fields(kind: type[Plan | Alternative | StagePlan], *found: object) -> dict[str, Any]:
@@ -302,6 +398,7 @@ def _stage_plan(
     found: _C.FoundPlan,
     profile: Profile,
     blocks: dict[str, tuple[int, int]],
+    degree: int,
 ) -> StagePlan:
     names = list(blocks)
     recomputed: bool | tuple[str, ...] = found.recompute == "stages"
@@ -310,11 +407,10 @@ def _stage_plan(
     return StagePlan(
         **{
             **_fields(StagePlan, stage, stage.costs),
-            "devices": tuple(stage.devices),
+            "devices": tuple(group * degree + i for group in stage.devices for i in range(degree)),
             "memory_limit": min(stage.memory_limit, sys.float_info.max),
         },
         begins_at=profile.layers[stage.first].name if stage.first else "",
         layers=(stage.first, stage.end),
-        num_versions=found.num_versions,
         recomputed=recomputed,
     )

@@ -103,6 +103,21 @@ sys.modules["pytorch_optimizer"] = types.SimpleNamespace(SOAP=SOAP)
 """
     + PIPELINE,
     ("docs/planner.md", 'profile.save("gpt.json")'): TEXT_MODEL,
+    ("docs/planner.md", "tensor_parallel="): """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ("query", "key", "value", "out", "up", "down"):
+            setattr(self, name, nn.Linear(4, 4))
+
+    def forward(self, x):
+        x = x + self.out(self.query(x) * self.key(x) + self.value(x))
+        return x + self.down(self.up(x).relu())
+
+x = torch.randn(4, 4)
+profile = pd2.profile(nn.Sequential(nn.Linear(4, 4), Block()), loss_fn, example_args=(x,),
+    target=x, dry=pd2.KNOWN_DEVICES["v100"])
+""",
     ("docs/planner.md", 'plan.save("plan.json")'): VECTOR_MODEL.format(layers=8)
     + "loss_fn = nn.functional.mse_loss",
     ("docs/planner.md", "copy.deepcopy(model).bfloat16()"): VECTOR_MODEL.format(layers=8),

@@ -228,7 +228,7 @@ def test_a_devices_memory_is_that_of_all_its_stages() -> None:
 
 
 BAD: list[tuple[tuple[str, ...], str]] = [
-    (("plan", "--profile", "p.json"), "arguments are required: --devices, --memory, --batch"),
+    (("plan", "--profile", "p.json"), "arguments are required: --memory, --batch"),
     (
         ("plan", "--devices", "2", "--memory", "1GiB", "--batch", "4"),
         "--model --profile is required",

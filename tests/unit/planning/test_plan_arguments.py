@@ -27,7 +27,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"schedules": None}, TypeError, "schedules: None given, it must be names, of 2bw, "),
     ({"schedules": [1]}, TypeError, r"schedules: \[1\] given, it must be names"),
     ({"schedules": ["2wb"]}, ValueError, "schedules: '2wb', known: 2bw, "),
-    ({"schedules": ["pipedream"]}, ValueError, "schedules: 'pipedream', known: 2bw, "),
+    ({"schedules": ["2bw_split"]}, ValueError, "schedules: '2bw_split', known: 2bw, "),
     ({"schedules": "2bw", "num_stages": 100}, ValueError, "num_stages: 100, the .* cut into: 8"),
     (
         {"schedules": ["chimera"], "devices": 1},

@@ -27,6 +27,7 @@ from tests.references.plan_search import Search
 from tests.samples.plan_problems import problems
 
 ALL = ("2bw", "1f1b", "interleaved", "zero_bubble", "chimera", "gpipe", "2bw_eager")
+STASHED = "pipedream"
 IN_A_V = ("2bw_v_half", "2bw_v_min", "zero_bubble_v")
 
 
@@ -115,7 +116,7 @@ def check_predictions(problem: Problem) -> pd2.Plan | None:
 
 
 @pytest.mark.parametrize("is_chain", [False, *exhaustive(True)])
-@pytest.mark.parametrize("schedules", [*[(name,) for name in ALL + IN_A_V], ALL])
+@pytest.mark.parametrize("schedules", [*[(name,) for name in (*ALL, *IN_A_V, STASHED)], ALL])
 def test_stages_take_and_hold_what_the_profile_says(
     schedules: tuple[str, ...], is_chain: bool
 ) -> None:
@@ -219,6 +220,7 @@ BEST_OF: dict[tuple[str, ...], tuple[float, dict[str, Any]]] = {
     ("zero_bubble",): (0.01, SMALL),
     ("interleaved",): (0.05, SMALL),
     ("chimera",): (0.1, SMALL),
+    (STASHED,): (0.01, SMALL),
     ("2bw_v_half",): (0.05, SMALL),
     ALL[:5]: (0.05, SMALL),
     ALL[:2]: (0.02, {**LARGE, "shard_state": True}),

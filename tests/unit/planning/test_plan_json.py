@@ -49,6 +49,8 @@ def test_every_kind_of_plan_agrees_with_itself(schedule: str, recompute: str) ->
     for num_stages in (1, 2, 4, 8):
         for memory in ("16MB", "24MB", "48MB", "1GB"):
             sizes = {"num_stages": num_stages, "memory": memory, "devices": 8}
+            if schedule == "pipedream":  # of one microbatch
+                sizes["batch"] = 2
             try:
                 check_plan(made_plan(schedules=[schedule], recompute=[recompute], **sizes))
             except ValueError as error:
@@ -77,7 +79,7 @@ def test_a_shape_is_what_the_schedule_does(
             planned_shape(schedule, d, num_microbatches, v)
         return
     shape = planned_shape(schedule, d, num_microbatches, v)
-    assert shape.num_versions == (2 if schedule.startswith("2bw") else 1)
+    assert shape.num_versions == made.num_versions[:d]
     assert shape.most_in_flight == [made.max_in_flight(stage) for stage in range(d)]
     placed = [
         [stage for stage, rank in enumerate(made.placement) if rank == each]

@@ -63,11 +63,11 @@ def test_the_best_of_all_ties_is_chosen(name: str, devices: int) -> None:
     most = max(plan.rows_per_second for plan in every)
     ties = [plan for plan in every if plan.rows_per_second * EQUAL > most]
     assert len(ties) > 1
-    best = min(ties, key=lambda plan: (plan.shape.late_share, plan.peak_bytes))
+    best = min(ties, key=lambda plan: (plan.shape.mean_delay, plan.peak_bytes))
     assert chosen.rows_per_second * EQUAL > most
-    assert (chosen.shape.late_share, chosen.peak_bytes) == (best.shape.late_share, best.peak_bytes)
+    assert (chosen.shape.mean_delay, chosen.peak_bytes) == (best.shape.mean_delay, best.peak_bytes)
     # The links are free.
-    assert chosen.shape.late_share == 0
+    assert chosen.shape.mean_delay == 0
     kept = pd2.plan(profile, devices=devices, memory="16GB", batch=32, schedules="2bw")
     assert kept.schedule == "2bw"
 

@@ -394,7 +394,7 @@ def test_a_fresh_schedule_has_as_many_microbatches_as_its_late_share_takes() -> 
         max_late_share=0.1,
     )
     assert many.num_microbatches >= 25
-    assert few.shape.late_share == 5 / (2 * few.most_microbatches)
-    assert f"2bw_fresh, {100 * many.shape.late_share:.0f} % late: 1 replica" in str(many)
+    assert few.shape.mean_delay == 5 / (2 * few.most_microbatches)
+    assert f"2bw_fresh, {100 * many.shape.mean_delay:.0f} % late: 1 replica" in str(many)
     with pytest.raises(ValueError, match=r"max_late_share: 1\.5, it must be at most 1"):
         made_plan(schedules="2bw_fresh", max_late_share=1.5)

@@ -30,7 +30,7 @@ inline std::vector<Evaluation> best_plans_exhaustively(const PlanProblem& proble
   const double least = best.empty() ? 0 : best.front().score;
   std::ranges::stable_sort(best, {}, [least](const Evaluation& plan) {
     return plan.score < kEquallyGood * least
-               ? std::tuple(0, plan.candidate.shape.late_share(), plan.peak_bytes)
+               ? std::tuple(0, plan.candidate.shape.mean_delay(), plan.peak_bytes)
                : std::tuple(1, 0.0, 0.0);
   });
   const std::size_t most = 1 + problem.options.num_alternatives;

@@ -61,6 +61,8 @@ TEST(Plan, EqualsExhaustiveSearch) {
     ASSERT_EQ(found.size(), expected.size()) << "round " << round;
     for (std::size_t i = 0; i < found.size(); ++i) {
       ASSERT_EQ(found[i].score, expected[i].score) << "round " << round << " place " << i;
+      // Of plans that are equal to the bit, and not the best, any may come first.
+      if (std::ranges::count(expected, found[i].score, &Evaluation::score) > 1 && i > 0) continue;
       ASSERT_EQ(found[i].peak_bytes, expected[i].peak_bytes) << "round " << round;
     }
     num_equal += found.size() > 1 && found[1].score < kEquallyGood * found[0].score;

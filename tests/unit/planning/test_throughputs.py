@@ -1,0 +1,96 @@
+"""A table of throughputs has the best plan of each type and number of devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import pipedream2bw as pd2
+from pipedream2bw.planner.planning.throughputs import Throughputs, throughputs
+from tests.unit.commands.test_plan_command import folder, printed, refused
+from tests.unit.planning.test_planner import made_profile
+
+__all__ = ["folder"]  # a fixture
+PROFILE = made_profile([1e-3] * 8)
+ASKED = (
+    *("plan", "--model", "planned_model:build", "--dry", "v100", "--memory", "16GiB"),
+    *("--batch", "32", "--table"),
+)
+
+
+def test_each_row_is_the_best_plan_for_its_devices() -> None:
+    types = [
+        pd2.DeviceType("fast", 6, price_per_hour=3.0),
+        pd2.DeviceType("slow", 2, throughput=0.5, price_per_hour=1.0),
+    ]
+    table = throughputs(PROFILE, types, memory="60MB", batch=32)
+    assert [(row.type, row.devices) for row in table.rows] == [
+        *(("fast", count) for count in (1, 2, 4, 6)),
+        *(("slow", count) for count in (1, 2)),
+    ]
+    for row in table.rows:
+        (each,) = [kind for kind in types if kind.name == row.type]
+        alone = pd2.DeviceType("x", row.devices, None, each.throughput, each.price_per_hour)
+        made = pd2.plan(PROFILE, devices=[alone], memory="60MB", batch=32)
+        assert row.rows_per_second == made.rows_per_second
+        assert row.price_per_hour == made.price_per_hour
+        assert row.mesh == made.mesh
+    assert table.row("fast", 1).rows_per_second == pytest.approx(
+        2 * table.row("slow", 1).rows_per_second, rel=1e-3
+    )
+
+
+def test_devices_that_the_model_does_not_fit_do_nothing(tmp_path: Path) -> None:
+    table = throughputs(PROFILE, [pd2.DeviceType("small", 4)], memory="16MB", batch=32)
+    assert table.row("small", 1).rows_per_second == 0
+    assert "fits on no plan" in table.row("small", 1).lacks
+    assert table.row("small", 4).rows_per_second > 0
+    table.save(tmp_path / "table.json")
+    assert Throughputs.load(tmp_path / "table.json") == table
+    with pytest.raises(ValueError, match="type: 'large' x 1, rows of the table: small x 1, small"):
+        table.row("large", 1)
+
+
+def test_degrees_that_divide_the_devices_are_tried() -> None:
+    cut = {"tensor_parallel": (2, 4), "sharded": "*", "summed": "*"}
+    with pytest.raises(ValueError, match="tensor_parallel: 2, devices of type x: 1"):
+        throughputs(PROFILE, [pd2.DeviceType("x", 2)], memory="1GB", batch=32, **cut)
+    cut["tensor_parallel"] = (1, 2)
+    table = throughputs(PROFILE, [pd2.DeviceType("x", 3)], memory="1GB", batch=32, **cut)
+    assert [row.devices for row in table.rows] == [1, 2, 3]
+
+
+def test_the_command_prints_and_writes_a_table(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    types = ("--type", "v100:2,price=2.5", "--type", "t4:4,throughput=0.25,memory=8GiB")
+    links = ("--topology", "servers:2,inside=10GB/s,outside=1GB/s")
+    text = printed(capsys, *ASKED, *types, *links, "-o", "table.json")
+    assert text.splitlines()[0] == "rows a second of the best plan"
+    table = Throughputs.load(folder / "table.json")
+    assert text == f"{table}\n"
+    assert [(row.type, row.devices) for row in table.rows] == [
+        *(("v100", count) for count in (1, 2)),
+        *(("t4", count) for count in (1, 2, 4)),
+    ]
+    assert printed(capsys, *ASKED, *types, *links, "--json") == table.to_json()
+    both = tuple(each for each in ASKED if each != "--table")
+    assert "devices" in printed(capsys, *both, *types, *links)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--type", "t4:4"), "--type: t4:4, the profile's device: 'V100 SXM2 16GB': it has no tim"),
+        (("--type", "t4"), "--type: 't4', it must be NAME:COUNT"),
+        (("--type", "t4:4,speed=2"), "--type: 'speed', known: throughput, memory, price"),
+        (("--type", "t4:4,price=x"), "--type: 'price=x', it must be a number"),
+        (("--type", "v100:4", "--price", "1"), "--price: 1.0, --type: v100:4: it says price="),
+        (("--devices", "4"), "--table: True, --type: None"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    given: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert message in refused(capsys, *ASKED, *given)
