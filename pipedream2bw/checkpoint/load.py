@@ -86,7 +86,7 @@ def load(
             as many ranks and replicas saved them.
         expand: modules or parameters of the model, by name, and those of the checkpoint that they
             begin as, with their moments and older versions: layers that shared their weights go
-            on apart (M6-10T's delinking, arXiv 2110.03888, section 3).
+            on apart (M6-10T's delinking, arXiv 2110.03888).
 
     Returns:
         The values of ``extra`` that are no objects with a state, by name.
@@ -245,7 +245,9 @@ def load_from(
 
     if source.manifest.settings is None:
         if expand:
-            raise ValueError(f"expand: {dict(expand)}: {source.name} was imported, it must be saved")
+            raise ValueError(
+                f"expand: {dict(expand)}: {source.name} was imported, it must be saved"
+            )
         weights = reading(source.weights)
         mine = session.local_model.own_names(weights.names)
         entries = reading(lambda: weights.read(mine))

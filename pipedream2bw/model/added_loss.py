@@ -97,8 +97,8 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     ``train_step`` returns does not contain it. ``x`` can be any floating-point activation on the
     way to the loss: ``value`` gets its gradient when the backward comes through the returned
     tensor. A stage that trains by ``value`` alone returns ``add_loss(x.detach(), value)``: where
-    the returned tensor is detached, no backward comes, and a warning says so. Nothing is added in evaluation, nor outside a pipeline, unless :func:`collect_losses`
-    collects ``value`` there.
+    the returned tensor is detached, no backward comes, and a warning says so. Nothing is added in
+    evaluation, nor outside a pipeline, unless :func:`collect_losses` collects ``value`` there.
 
     Args:
         x: an activation, any shape.

@@ -84,9 +84,7 @@ def delinked(make: Any, delay: int) -> Oracle:
 @pytest.mark.parametrize(
     ("kind", "schedule"), [("sgd", "2bw"), ("adamw", "2bw"), ("rmsprop", "2bw"), ("adamw", "1f1b")]
 )
-def test_a_delinked_run_is_that_of_the_definition(
-    kind: str, schedule: str, tmp_path: Path
-) -> None:
+def test_a_delinked_run_is_that_of_the_definition(kind: str, schedule: str, tmp_path: Path) -> None:
     make = MAKERS[kind]
     save_tied(tmp_path, make, schedule)
     oracle = delinked(make, int(schedule == "2bw"))
