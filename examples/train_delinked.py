@@ -3,8 +3,8 @@
     python examples/train_delinked.py                                       one thread per stage
     torchrun --standalone --nproc-per-node 2 examples/train_delinked.py     one process per stage
 
-M6-10T (arXiv 2110.03888, "Pseudo-to-Real") begins a large model so: while blocks share weights, moments
-and gradients take the memory of one block, and what it learns each of the blocks begins with.
+M6-10T (arXiv 2110.03888, "Pseudo-to-Real") begins a large model so: while blocks share weights,
+moments and gradients take the memory of one block, and each block begins with what it has learnt.
 ``pd2.load(expand=)`` gives every block the shared weights, moments and older versions. Prints the
 held-out loss where the sharing ends, of both models, and the training losses of each.
 """
