@@ -173,6 +173,26 @@ def test_one_bit_a_weight_serves_nearly_what_was_fine_tuned(tmp_path: Path, text
     assert losses["base"] - losses["served, one bit a weight"] > 0.5 * gained
 
 
+def test_preconditioners_made_in_bubbles_give_the_same_losses(tmp_path: Path, text: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tiny = ["--layers=2", "--width=32", "--context=32", "--steps=30", "--every=3"]
+    printed = []
+    for more in ([], ["--critical"]):
+        results = run_ranks(
+            EXAMPLES / "train_soap.py",
+            2,
+            args=[*tiny, *more, f"--data={text}", f"--out={tmp_path}"],
+            rendezvous="environment",
+            env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])},
+            timeout=150,
+        )
+        printed.append(results[0].stdout)
+        assert re.search(r"idle slots of rank 0 in a batch: [1-9]", printed[-1])
+    in_bubbles, critical = map(losses_of, printed)
+    assert in_bubbles == critical
+    assert in_bubbles[1] < in_bubbles[0] - 0.5
+
+
 def test_a_delta_of_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(EXAMPLES))
