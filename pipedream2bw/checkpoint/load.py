@@ -245,9 +245,7 @@ def load_from(
 
     if source.manifest.settings is None:
         if expand:
-            raise ValueError(
-                f"expand: {dict(expand)}: {source.name} was imported, it must be saved"
-            )
+            raise ValueError(f"expand: {dict(expand)}: {source.name} was imported, not saved")
         weights = reading(source.weights)
         mine = session.local_model.own_names(weights.names)
         entries = reading(lambda: weights.read(mine))

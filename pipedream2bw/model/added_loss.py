@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,17 @@ class Weighed:
 
     def __exit__(self, *failure: object) -> None:
         _surroundings.weighed = self._before
+
+    def warn_of_lost(self, stage: int) -> None:
+        """Warns, once, of added losses to which no backward has come. After the batch's update."""
+        if self.num_waiting > 0:
+            warnings.warn(
+                f"add_loss: {self.num_waiting} of stage {stage} trained nothing, as no backward "
+                "came to what it returned. Where that is detached, give "
+                "add_loss(x.detach(), value) instead of add_loss(x, value).detach()",
+                stacklevel=2,
+            )
+        self.num_waiting = 0
 
 
 class _Surroundings(threading.local):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -301,20 +300,9 @@ class StageRunner:
         while self._begun and self._begun[0][0] < newest:  # its update has been made
             self._buffers.forget(self._begun.pop(0)[1])
         if self._first_added is not None and self._first_added[0] < newest:
-            self._warn_of_lost(self._first_added[1])
+            self._first_added[1].warn_of_lost(self._weights.index_in_model)
         self._begun.append((batch, run))
         self._buffers.begin(run)
-
-    def _warn_of_lost(self, weighed: Weighed) -> None:
-        """Warns, once, if losses were added and no backward has come to them."""
-        if weighed.num_waiting > 0:
-            warnings.warn(
-                f"add_loss: {weighed.num_waiting} of stage {self._weights.index_in_model} have no "
-                "gradient, as no backward comes to what it returned: it trains nothing. If that is "
-                "detached, give add_loss(x.detach(), value) instead of add_loss(x, value).detach()",
-                stacklevel=2,
-            )
-        weighed.num_waiting = 0
 
     def take_back(self, batch: int, run: int) -> None:
         """Makes as if the batch, whose first run has that number, had not begun. The stage is idle.
