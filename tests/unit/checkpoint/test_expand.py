@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw.checkpoint.other_formats import import_weights
 from tests.references.oracle import Batch, Oracle
 
 WIDTH, ROWS, M, BEFORE, AFTER = 6, 8, 4, 5, 6
@@ -157,4 +158,8 @@ def test_what_cannot_be_expanded_is_refused_and_changes_nothing(tmp_path: Path) 
         ]:
             with pytest.raises(ValueError, match=match):
                 pd2.load(tmp_path, pipe, opt, expand=expand)
+        torch.save(before, tmp_path / "weights.pt")
+        import_weights(tmp_path / "weights.pt", tmp_path / "imported")
+        with pytest.raises(ValueError, match=r"expand: \{'2': '1'\}: step-0.* was imported"):
+            pd2.load(tmp_path / "imported", pipe, opt, expand={"2": "1"})
         assert all(torch.equal(pipe.state_dict()[n], value) for n, value in before.items())
