@@ -61,6 +61,7 @@ def load(
     schedulers: Sequence[Stateful] = (),
     extra: Mapping[str, Any] | None = None,
     generators: bool = True,
+    expand: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Goes on where :func:`save` made a checkpoint. Every rank calls it; drains.
 
@@ -83,6 +84,9 @@ def load(
             of the pipeline changes. If one refuses it, on any rank, all get back what they had.
         generators: whether Python's, NumPy's and torch's default random numbers go on, too, where
             as many ranks and replicas saved them.
+        expand: modules or parameters of the model, by name, and those of the checkpoint that they
+            begin as, with their moments and older versions: layers that shared their weights go
+            on apart (M6-10T's delinking, arXiv 2110.03888).
 
     Returns:
         The values of ``extra`` that are no objects with a state, by name.
@@ -100,7 +104,7 @@ def load(
     action = "looking for checkpoints"
     name = on_first_rank(session, folder, action, lambda: checkpoints(folder, step)[0])
     source = on_all_ranks(session, folder, f"reading {name}", lambda: Source(folder, name))
-    return load_from(source, session, opt, user_state, generators=generators)
+    return load_from(source, session, opt, user_state, generators=generators, expand=expand or {})
 
 
 def load_whole(
@@ -232,6 +236,7 @@ def load_from(
     user_state: UserState,
     *,
     generators: bool,
+    expand: Mapping[str, str] = {},
 ) -> dict[str, Any]:
     """Loads a checkpoint whose manifest has been read. Drained; every rank calls it."""
 
@@ -239,12 +244,16 @@ def load_from(
         return on_all_ranks(session, source.folder, f"reading {source.name}", read)
 
     if source.manifest.settings is None:
+        if expand:
+            raise ValueError(f"expand: {dict(expand)}: {source.name} was imported, not saved")
         weights = reading(source.weights)
         mine = session.local_model.own_names(weights.names)
         entries = reading(lambda: weights.read(mine))
         load_model(session, lambda: Checkpoint(weights.names, lambda _: entries), strict=True)
         return {}
-    prepared = reading(lambda: _Prepared(source, session, opt, user_state, generators=generators))
+    prepared = reading(
+        lambda: _Prepared(source, session, opt, user_state, generators=generators, expand=expand)
+    )
     with contextlib.ExitStack() as undo:  # also where another rank's object refuses
         session.together(lambda: prepared.restore(undo))
         undo.pop_all()
@@ -292,6 +301,7 @@ class _Prepared:
         user_state: UserState,
         *,
         generators: bool,
+        expand: Mapping[str, str],
     ) -> None:
         user_state.check()
         self._source = source
@@ -311,8 +321,11 @@ class _Prepared:
                 for seed in (session.random_seed, manifest.random_seed)
             ]
             raise ValueError(f"random: {kinds[0]!r}, the checkpoint has {kinds[1]!r}")
+        self._expanded = self._expand(expand)
         self._check_names()
-        self._tied = dict(manifest.tied) | session.local_model.tied_names()
+        tied = session.local_model.tied_names()
+        aliases = {name: self._expanded.get(first, first) for name, first in tied.items()}
+        self._tied = dict(manifest.tied) | aliases | self._expanded
         self._parts = session.local_model.parts()
         part = _part_of(manifest, session)
         self._weights = {stage.index: self._read_weights(stage) for stage in session.stages}
@@ -332,6 +345,11 @@ class _Prepared:
             )
         )
         if opt is not None:
+            for each in self._shared["optimizers"]:
+                each["members"] = [
+                    [*group, *(name for name, saved in self._expanded.items() if saved in group)]
+                    for group in each["members"]
+                ]
             opt.check_snapshot(self._shared)
             if ("late_forwards" in self._shared) != session.has_fresh_forwards:
                 theirs = self._shared.get("late_forwards", {}).get("late_forwards")
@@ -349,6 +367,18 @@ class _Prepared:
         self._schedulers, self._data = schedulers, data
 
     # ------------------------------------------------------------------ compare and read
+
+    def _expand(self, expand: Mapping[str, str]) -> dict[str, str]:
+        """The names here that ``expand`` means, and those under which their values were saved."""
+        local_model, tied = self._session.local_model, self._source.manifest.tied
+        names = local_model.persistent_names().union(local_model.trainable_names())
+        expanded = {}
+        for here, there in expand.items():
+            found = [name for name in names if name == here or name.startswith(f"{here}.")]
+            if not found:
+                raise ValueError(f"expand: {here!r}: no parameter or buffer here has this name")
+            expanded.update({name: there + name.removeprefix(here) for name in found})
+        return {name: tied.get(saved, saved) for name, saved in expanded.items()}
 
     def _check_user_state(self, schedulers: Sequence[Any], data: Any) -> None:
         """Weights alone need nothing of the user's that was saved beside them."""
@@ -374,9 +404,13 @@ class _Prepared:
     def _check_names(self) -> None:
         """Without the optimizer others may be frozen: a value is all that is needed of a weight."""
         local_model, manifest = self._session.local_model, self._source.manifest
-        mine, theirs = set(local_model.trainable_names()), set(manifest.trainable)
+
+        def saved_names(names: Iterable[str]) -> set[str]:
+            return {self._expanded.get(name, name) for name in names}
+
+        mine, theirs = saved_names(local_model.trainable_names()), set(manifest.trainable)
         is_alone = self._opt is None
-        known_here = local_model.persistent_names() if is_alone else mine
+        known_here = saved_names(local_model.persistent_names()) if is_alone else mine
         known_there = set(self._source.places(MODEL)) if is_alone else theirs
         only_mine, only_theirs = sorted(mine - known_there), sorted(theirs - known_here)
         if only_mine or only_theirs:
@@ -465,7 +499,8 @@ class _Prepared:
             of_both = (replica, shard)
             ranks = [p.rank for p in source.manifest.ranks if (p.replica, p.shard) == of_both]
             places = source.places(RANK, ranks)
-            saved_as = {n: own + n if own + n in places else first + n for n in buffers}
+            named = {n: self._expanded.get(n, n) for n in buffers}
+            saved_as = {n: own + s if own + s in places else first + s for n, s in named.items()}
             return self._read(places, saved_as, buffers, fits)
 
         num_shards = source.manifest.num_shards
@@ -516,7 +551,9 @@ class _Prepared:
         """What optimizers keep of this process's parameters, by name."""
         mine = self._saved_as(n for stage in self._session.stages for n in stage.weights.trainable)
         states = self._source.states(set(mine.values()), self._parts_of(mine))
-        return {name: states.get(saved, {}) for name, saved in mine.items()}
+        found = {name: states.get(saved, {}) for name, saved in mine.items()}
+        # What was one parameter's goes on apart.
+        return found | {n: deepcopy(found[n]) for n in self._expanded if n in found}
 
     # ------------------------------------------------------------------ load
 

@@ -3,6 +3,7 @@
 The core does not know it; docs/extending.md shows how one is made.
 """
 
+from .bubbles import BubbleWork, IdleSlot, InBubbles, idle_slots, place_work
 from .chunked_cross_entropy import linear_cross_entropy
 from .fastest_v import fastest_v_schedule
 from .ok_topk import OkTopkState, ok_topk_hook
@@ -14,7 +15,10 @@ from .traffic_count import traffic_report
 
 __all__ = [
     "ActionTraffic",
+    "BubbleWork",
     "DataStalls",
+    "IdleSlot",
+    "InBubbles",
     "OkTopkState",
     "ReplicaSync",
     "SkewScout",
@@ -22,7 +26,9 @@ __all__ = [
     "TrafficReport",
     "data_stalls",
     "fastest_v_schedule",
+    "idle_slots",
     "linear_cross_entropy",
     "ok_topk_hook",
+    "place_work",
     "traffic_report",
 ]

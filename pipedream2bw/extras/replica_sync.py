@@ -24,8 +24,8 @@ from .sites import SiteLink
 from .skew_scout import Costs, SkewScout
 from .stage_sync import Outer, StageSync, check_outer
 
-NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-"""The outer optimizer that DiLoCo's authors recommend (arXiv 2311.08105, section 3)."""
+AVERAGE = functools.partial(torch.optim.SGD, lr=1.0)
+"""The outer optimizer that makes an anchor the mean of the sites' weights."""
 
 
 class ReplicaSync(Extension):
@@ -57,7 +57,8 @@ class ReplicaSync(Extension):
         site: this one's number, from 0.
         num_sites: n, at least 2.
         outer: makes a torch optimizer of a list of tensors, a stage's anchors; stepped by itself
-            for each stage, and so made for values that do not depend on each other.
+            for each stage, and so made for values that do not depend on each other. The default
+            averages: SGD of lr 1. DiLoCo's momentum counts exchanges and is for an H of hundreds.
         staggered: False: all stages exchange after the same batch.
 
     Attributes:
@@ -95,7 +96,7 @@ replica_sync: given, schedule: of two pipelines |
         store: Store,
         site: int,
         num_sites: int,
-        outer: Outer = NESTEROV,
+        outer: Outer = AVERAGE,
         staggered: bool = True,
     ) -> None:
         self._scout = every if isinstance(every, SkewScout) else None

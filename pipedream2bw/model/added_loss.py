@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,11 +58,13 @@ class Weighed:
 
     Attributes:
         has_added: whether the part has added a loss.
+        num_waiting: added losses that train, and whose backward has not come.
     """
 
     def __init__(self, weight: LossWeight | None) -> None:
         self.weight = weight
         self.has_added = False
+        self.num_waiting = 0
 
     def __enter__(self) -> Weighed:
         self._before, _surroundings.weighed = _surroundings.weighed, self
@@ -69,6 +72,17 @@ class Weighed:
 
     def __exit__(self, *failure: object) -> None:
         _surroundings.weighed = self._before
+
+    def warn_of_lost(self, stage: int) -> None:
+        """Warns, once, of added losses to which no backward has come. After the batch's update."""
+        if self.num_waiting > 0:
+            warnings.warn(
+                f"add_loss: {self.num_waiting} of stage {stage} trained nothing, as no backward "
+                "came to what it returned. Where that is detached, give "
+                "add_loss(x.detach(), value) instead of add_loss(x, value).detach()",
+                stacklevel=2,
+            )
+        self.num_waiting = 0
 
 
 class _Surroundings(threading.local):
@@ -94,8 +108,9 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     ``loss_reduction="sum"``), and it counts as much as the microbatch does. The loss that
     ``train_step`` returns does not contain it. ``x`` can be any floating-point activation on the
     way to the loss: ``value`` gets its gradient when the backward comes through the returned
-    tensor. Nothing is added in evaluation, nor outside a pipeline, unless :func:`collect_losses`
-    collects ``value`` there.
+    tensor. A stage that trains by ``value`` alone returns ``add_loss(x.detach(), value)``: where
+    the returned tensor is detached, no backward comes, and a warning says so. Nothing is added in
+    evaluation, nor outside a pipeline, unless :func:`collect_losses` collects ``value`` there.
 
     Args:
         x: an activation, any shape.
@@ -135,7 +150,8 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     weighed = _surroundings.weighed
     if weighed is not None and weighed.weight is not None:
         weighed.has_added = True
-        return _AddLoss.apply(x, value, weighed.weight)  # type: ignore[no-any-return,no-untyped-call]
+        weighed.num_waiting += torch.is_grad_enabled() and value.requires_grad
+        return _AddLoss.apply(x, value, weighed)  # type: ignore[no-any-return,no-untyped-call]
     if _surroundings.collected is not None:
         _surroundings.collected.append(value)
     return x
@@ -170,13 +186,15 @@ def collect_losses() -> Iterator[list[torch.Tensor]]:
 
 class _AddLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor, weight: LossWeight) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor, weighed: Weighed) -> torch.Tensor:
+        assert weighed.weight is not None
         # Not as a saved tensor: a checkpoint around the call would count it.
-        ctx.seed = weight.seed(value.detach())
+        ctx.seed, ctx.weighed = weighed.weight.seed(value.detach()), weighed
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        ctx.weighed.num_waiting -= 1
         return gradients[0], ctx.seed, None
 
 

@@ -229,6 +229,7 @@ class StageRunner:
         )
         self.bytes_kept: dict[int, int] = {}  # by layout
         self.adds_losses = False
+        self._first_added: tuple[int, Weighed] | None = None  # and the batch
         self._weights = weights
         self._has_graph = False  # a loss of the train_step
         self._writes_to_targets = False
@@ -298,6 +299,8 @@ class StageRunner:
         newest = self._engine.newest_version
         while self._begun and self._begun[0][0] < newest:  # its update has been made
             self._buffers.forget(self._begun.pop(0)[1])
+        if self._first_added is not None and self._first_added[0] < newest:
+            self._first_added[1].warn_of_lost(self._weights.index_in_model)
         self._begun.append((batch, run))
         self._buffers.begin(run)
 
@@ -308,6 +311,7 @@ class StageRunner:
         """
         self._buffers.restore(run)
         self._begun = [begun for begun in self._begun if begun[0] < batch]
+        self._first_added = None
         self.calls.take_back(run)
         self._runs = {other: inputs for other, inputs in self._runs.items() if 0 <= other < run}
         if self._again is not None:
@@ -316,6 +320,7 @@ class StageRunner:
     def count_anew(self) -> None:
         """Batches and runs get numbers that others had before. The stage is idle."""
         self._begun.clear()
+        self._first_added = None
         self._buffers.forget_all()
 
     def train(
@@ -327,6 +332,7 @@ class StageRunner:
         saved = self._count_saved(layout, own, inbound)
         is_row = inputs.sizes[call.microbatch] == 1 < inputs.total_rows
         told = _one_row_told(inputs.total_rows) if is_row else _NOTHING
+        added = self._first_added
         with replayed or _NOTHING as replay, saved or _NOTHING, told:
             messages, loss, output = self.compute(inputs.bound, call.slot, own, inbound)
         if saved is not None:
@@ -337,6 +343,7 @@ class StageRunner:
         if self._again is not None and replay is not None:
             if _is_differentiable(inbound) or _is_differentiable(messages, loss):
                 kept = self._again.keep(call, inputs.bound, own, replay, kept)
+                self._first_added = added  # the losses that train are those of the next call
             else:
                 kept = 0  # the forward will not be called again
         metrics = None
@@ -409,6 +416,8 @@ class StageRunner:
             if self._is_last and has_loss:
                 loss = computed_loss(self.loss_fn, outputs[0], own.target)
         self.adds_losses |= weighed.has_added
+        if weighed.num_waiting > 0 and self._first_added is None:
+            self._first_added = self._begun[-1][0], weighed
         if self._is_last:
             return [], loss, outputs[0]
         return bound.messages(outputs), None, None

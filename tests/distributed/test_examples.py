@@ -113,6 +113,108 @@ def test_a_llama_of_tensor_parallel_stages_trains_as_in_one_process(
     assert losses_of(results[0].stdout) == pytest.approx(alone, abs=2e-5)
 
 
+EXPERTS = "train_moe_tensor_parallel.py"
+
+
+def test_experts_that_a_tensor_group_shares_out_train_as_those_of_one_process() -> None:
+    results = run_ranks(
+        EXAMPLES / EXPERTS,
+        4,
+        args=["--stages=2", "--shards=2", "--steps=20"],
+        rendezvous="environment",
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])},
+        timeout=150,
+    )
+    output = results[0].stdout
+    alone = losses_of(run_alone(EXPERTS, "--steps=20"))
+    assert losses_of(output) == pytest.approx(alone, abs=2e-5)
+    assert alone[1] < alone[0] - 1.0
+    bytes_of = [int(n.replace(",", "")) for n in re.findall(r": ([\d,]+) bytes", output)]
+    # Of 128 tokens of 32 floats half goes on twice; at most two copies travel to and fro.
+    assert bytes_of[0] == 128 * 32 * 4
+    assert 0 < bytes_of[1] <= 2 * 128 * 32 * 4
+
+
+def test_blocks_that_shared_weights_go_on_apart(tmp_path: Path, text: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tiny = ["--layers=4", "--width=32", "--context=32", "--steps=30"]
+    results = run_ranks(
+        EXAMPLES / "train_delinked.py",
+        2,
+        args=[*tiny, "--data", str(text), "--out", str(tmp_path)],
+        rendezvous="environment",
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])},
+        timeout=150,
+    )
+    output = results[0].stdout
+    first, last = losses_of(output)
+    assert last < first - 0.5
+    delinked, ended = re.findall(r"held-out loss: ([\d.]+) -> ([\d.]+)", output)
+    assert float(delinked[0]) == pytest.approx(float(delinked[1]), abs=1e-4)
+    assert float(ended[1]) < float(ended[0])
+
+
+def test_one_bit_a_weight_serves_nearly_what_was_fine_tuned(tmp_path: Path, text: Path) -> None:
+    pytest.importorskip("matplotlib")
+    other = tmp_path / "other.txt"
+    other.write_text("hgfedcba" * 2000, encoding="ascii")
+    tiny = ["--layers=2", "--width=32", "--context=32", "--steps=40", "--fine-tune-steps=40"]
+    results = run_ranks(
+        EXAMPLES / "serve_bitdelta.py",
+        2,
+        args=[*tiny, f"--data={text}", f"--fine-tune-data={other}", f"--out={tmp_path}"],
+        rendezvous="environment",
+        env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])},
+        timeout=150,
+    )
+    found = re.findall(r"  ([a-z, -]+): ([\d.]+)\n", results[0].stdout)
+    losses = {name: float(loss) for name, loss in found}
+    assert losses["served, base"] == pytest.approx(losses["base"], abs=1e-3)
+    gained = losses["base"] - losses["fine-tuned"]
+    assert gained > 0.3
+    assert losses["base"] - losses["served, one bit a weight"] > 0.5 * gained
+
+
+def test_preconditioners_made_in_bubbles_give_the_same_losses(tmp_path: Path, text: Path) -> None:
+    pytest.importorskip("matplotlib")
+    tiny = ["--layers=2", "--width=32", "--context=32", "--steps=30", "--every=3"]
+    printed = []
+    for more in ([], ["--critical"]):
+        results = run_ranks(
+            EXAMPLES / "train_soap.py",
+            2,
+            args=[*tiny, *more, f"--data={text}", f"--out={tmp_path}"],
+            rendezvous="environment",
+            env={"PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)])},
+            timeout=150,
+        )
+        printed.append(results[0].stdout)
+        assert re.search(r"idle slots of rank 0 in a batch: [1-9]", printed[-1])
+    in_bubbles, critical = map(losses_of, printed)
+    assert in_bubbles == critical
+    assert in_bubbles[1] < in_bubbles[0] - 0.5
+
+
+def test_a_delta_of_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    example = runpy.run_path(str(EXAMPLES / "serve_bitdelta.py"))
+    generator = torch.Generator().manual_seed(0)
+    base, fine = (
+        {"blocks.0.mlp.0.weight": torch.randn(8, 4, generator=generator)} for _ in range(2)
+    )
+    delta = example["delta_of"](base, fine)
+    state = example["with_delta"](base, delta)
+    signs = 2.0 * example["unpacked"](state["blocks.0.mlp.0.bits"]).view(8, 4) - 1
+    change = fine["blocks.0.mlp.0.weight"] - base["blocks.0.mlp.0.weight"]
+    assert torch.equal(signs, change.sign())
+    # By least squares no other scale is nearer.
+    best = (change * signs).sum() / signs.square().sum()
+    torch.testing.assert_close(state["blocks.0.mlp.0.scale"], best)
+    with pytest.raises(ValueError, match=r"delta: of weights with the CRC-32 \w{8}, these have"):
+        example["with_delta"](fine, delta)
+
+
 def test_gpt_learns_as_a_plan_says(tmp_path: Path, text: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")
@@ -231,7 +333,11 @@ def test_digits_are_recognised_in_one_process() -> None:
 
 @pytest.mark.parametrize(
     ("example", "epochs", "draws", "share"),
-    [("train_digits.py", 3, False, 0.9), *exhaustive(("train_vit.py", 8, True, 0.4))],
+    [
+        ("train_digits.py", 3, False, 0.9),
+        ("train_stages_apart.py", 8, False, 0.85),
+        *exhaustive(("train_vit.py", 8, True, 0.4)),
+    ],
 )
 def test_digits_are_recognised_under_torchrun(
     tmp_path: Path, example: str, epochs: int, draws: bool, share: float

@@ -39,6 +39,7 @@ from tests.runs.sites import (
 THREADS = [
     Setting(num_stages=1),
     Setting(),
+    Setting(averages=True),
     Setting(num_stages=4, every=3),
     Setting(schedule="1f1b"),
     Setting(num_stages=4, every=3, staggered=False),

@@ -37,6 +37,7 @@ class Setting:
         hook: whether a gradient hook averages over these.
         device: where the stages are; None: the CPU.
         late: whether messages within a site take their time, differently each.
+        averages: whether the sites' outer optimizer is the default; else it is DiLoCo's.
     """
 
     num_sites: int = 2
@@ -54,6 +55,7 @@ class Setting:
     momentum: float = 0.5
     batches: int = 10
     late: bool = False
+    averages: bool = False
 
     @property
     def ranks(self) -> int:
@@ -107,14 +109,15 @@ def join_site(folder: str, name: str, rank: int, ranks: int) -> tuple[int, dist.
 
 
 def sync_of(setting: Setting, store: dist.Store, site: int, **options: Any) -> pd2.ReplicaSync:
-    given = {
+    given: dict[str, Any] = {
         "every": setting.every,
         "store": store,
         "site": site,
         "num_sites": setting.num_sites,
-        "outer": functools.partial(SGD, nesterov=True, **OUTER),
         "staggered": setting.staggered,
     }
+    if not setting.averages:
+        given["outer"] = functools.partial(SGD, nesterov=True, **OUTER)
     return pd2.ReplicaSync(**{**given, **options})
 
 
@@ -246,7 +249,8 @@ def expected(
         else 0
         for p in first.values()
     ]
-    oracle = SeldomOracle(sites, setting.every, offsets, **OUTER)
+    outer = {"lr": 1.0, "momentum": 0.0} if setting.averages else OUTER
+    oracle = SeldomOracle(sites, setting.every, offsets, **outer)
     data = setting.data()
     losses = []
     for t in range(setting.batches):

@@ -134,7 +134,7 @@ from pipedream2bw.extras.dynamo.backend import pipedream2bw
 if "pipedream2bw" not in torch._dynamo.list_backends():  # where the package is not installed
     torch._dynamo.register_backend(pipedream2bw, name="pipedream2bw")
 """,
-    ("docs/replica_sync.md", "SkewScout"): """
+    ("docs/replica_sync.md", "diloco = "): """
 from torch.distributed import HashStore
 store, site, num_sites, batch, evaluate = HashStore(), 0, 2, 1, None
 """,

@@ -27,6 +27,7 @@ PLAIN = (
     "docs/torch_compile.md",
     "docs/wheels.md",
     "docs/scale.md",
+    "docs/related.md",
     "docs/models.md",
     "docs/design/engine.md",
     "examples/README.md",

@@ -184,3 +184,105 @@ def test_torch_export_does_not_drop_it() -> None:
     with make_pipeline(task, 2, 3, batch) as pipe:
         assert "captured by export" in repr(pipe)
     check(2, 3, [6, 7, 6], task=task)
+
+
+class Early(nn.Module):
+    """A stage with a loss of its own, whose output is detached before the loss is added, or after.
+
+    Args:
+        where: "before", "after"; or "next", by the next stage.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(WIDTH, WIDTH), where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        own = x.square().mean()
+        if self.where == "before":
+            return pd2.add_loss(x.detach(), own)
+        x = pd2.add_loss(x, own)
+        return x.detach() if self.where == "after" else x
+
+
+class Late(nn.Linear):
+    def __init__(self, where: str) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach() if self.where == "next" else x)
+
+
+def train_apart(where: str, schedule: str, batches: int, **options: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 8, WIDTH)
+    m = 1 if schedule == "pipedream" else 4
+    with pd2.PipelineModule(
+        [Early(where), Late(where)],
+        F.mse_loss,
+        num_microbatches=m,
+        schedule=schedule,
+        example_args=(x,),
+        **options,
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+        for _ in range(batches):
+            pipe.train_step(x, target=y)
+            opt.step()
+        return {name: value.clone() for name, value in pipe.state_dict().items()}
+
+
+@pytest.mark.parametrize("where", ["after", "next"])
+@pytest.mark.parametrize("schedule", ["2bw", "2bw_split", "1f1b", "pipedream"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_loss_that_no_backward_reaches_is_told(
+    schedule: str, where: str, recompute: bool
+) -> None:
+    begin = train_apart("before", schedule, 0)
+    with pytest.warns(UserWarning, match=r"add_loss: 1 of stage 0 trained nothing") as told:
+        trained = train_apart(where, schedule, 6, recompute=recompute)
+    assert len(told) == 1
+    assert torch.equal(trained["0.linear.weight"], begin["0.linear.weight"])
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "2bw_split", "1f1b", "pipedream", "2bw_fresh"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.filterwarnings("error:add_loss")
+def test_a_stage_trains_by_its_own_loss_alone(schedule: str, recompute: bool) -> None:
+    trained = train_apart("before", schedule, 6, recompute=recompute)
+    begin = train_apart("before", schedule, 0)
+    assert not torch.equal(trained["0.linear.weight"], begin["0.linear.weight"])
+
+
+class Refusing(Late):
+    """Fails where a batch has a row with that number in it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0].item() == 1.0:
+            raise KeyError("a bad batch")
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("error:add_loss")
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_of_a_batch_that_is_discarded_no_loss_is_called_lost(schedule: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, WIDTH)
+    bad = torch.full((8, WIDTH), 100.0)
+    model = [Early("no"), Refusing("no")]
+    nn.init.constant_(model[0].linear.weight, 1.0)  # a tanh of 1 for the bad batch alone
+    with pd2.PipelineModule(
+        model, F.mse_loss, num_microbatches=4, schedule=schedule, example_args=(x,)
+    ) as pipe:
+        sgd = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        opt = pd2.PipelineOptimizer(sgd, max_grad_norm=1e9)  # so that any batch can be discarded
+        with pytest.raises((pd2.errors.StageError, KeyError), match="bad batch"):
+            pipe.train_step(bad, target=x)
+            opt.step()
+            pipe.flush()
+        for _ in range(6):
+            pipe.train_step(x, target=x)
+            opt.step()
+        pipe.flush()
