@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         fastest_v_schedule,
         linear_cross_entropy,
         ok_topk_hook,
+        stream_weights,
         traffic_report,
     )
     from .pictures import (
@@ -149,6 +150,7 @@ __all__ = [
     "save",
     "schedule_names",
     "simulate",
+    "stream_weights",
     "traffic_report",
     "use_local_shards",
     "write_events",

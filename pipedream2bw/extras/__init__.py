@@ -9,6 +9,7 @@ from .ok_topk import OkTopkState, ok_topk_hook
 from .replica_sync import ReplicaSync
 from .skew_scout import SkewScout
 from .stalls import DataStalls, data_stalls
+from .streaming import stream_weights
 from .traffic import ActionTraffic, StageTraffic, TrafficReport
 from .traffic_count import traffic_report
 
@@ -24,5 +25,6 @@ __all__ = [
     "fastest_v_schedule",
     "linear_cross_entropy",
     "ok_topk_hook",
+    "stream_weights",
     "traffic_report",
 ]
