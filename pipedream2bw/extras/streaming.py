@@ -23,6 +23,9 @@ from ..runtime.extension import Extension, HeldBytes
 _Use = tuple[int, bool]
 """A layer's number, and whether its backward uses the weights."""
 
+_Coming = concurrent.futures.Future[Callable[[], list[torch.Tensor]]]
+"""Gives what hands weight and bias over to the thread that computes."""
+
 
 class _Layer(NamedTuple):
     path: Path
@@ -147,7 +150,10 @@ class _Fetcher(threading.local):
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "fetch")
         self._next: dict[_Use, _Use] = {}  # what came next last time
         self._last: _Use | None = None
-        self._coming: dict[int, concurrent.futures.Future[Callable[[], list[torch.Tensor]]]] = {}
+        self._coming: dict[int, _Coming] = {}
+
+    def _submit(self, number: int, device: torch.device) -> _Coming:
+        return self._reader.submit(_fetch, number, device)
 
     def take(self, use: _Use, like: torch.Tensor) -> list[torch.Tensor]:
         """Weight and bias, for this thread's stream."""
@@ -160,18 +166,20 @@ class _Fetcher(threading.local):
         if self._last is not None:
             self._next[self._last] = use
         self._last = use
-        got = self._coming.pop(number, None) or self._reader.submit(_fetch, number, device)
-        tensors = got.result()()
+        if number not in self._coming:
+            self._coming[number] = self._submit(number, device)
+        tensors = self._coming.pop(number).result()()
         wanted: list[int] = []
         for _ in range(_layers[number].ahead):
             if (following := self._next.get(use)) is None:
                 break
             use = following
             wanted.append(use[0])
-        self._coming = {
-            each: self._coming.get(each) or self._reader.submit(_fetch, each, device)
-            for each in dict.fromkeys(wanted)
-        }
+        for each in [each for each in self._coming if each not in wanted]:
+            self._coming.pop(each).cancel()  # and gone before others are fetched
+        for each in dict.fromkeys(wanted):
+            if each not in self._coming:
+                self._coming[each] = self._submit(each, device)
         return tensors
 
 
@@ -179,7 +187,6 @@ _fetcher = _Fetcher()
 
 
 def _fetch(number: int, device: torch.device) -> Callable[[], list[torch.Tensor]]:
-    """Gives what hands the tensors over to the stream of the thread that calls it."""
     tensors = _layers[number].read()
     if device.type != "cuda":
         return lambda: [tensor.to(device) for tensor in tensors]
