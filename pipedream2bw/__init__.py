@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         linear_cross_entropy,
         ok_topk_hook,
         place_work,
+        stream_weights,
         traffic_report,
     )
     from .pictures import (
@@ -159,6 +160,7 @@ __all__ = [
     "save",
     "schedule_names",
     "simulate",
+    "stream_weights",
     "traffic_report",
     "use_local_shards",
     "write_events",

@@ -10,6 +10,7 @@ from .ok_topk import OkTopkState, ok_topk_hook
 from .replica_sync import ReplicaSync
 from .skew_scout import SkewScout
 from .stalls import DataStalls, data_stalls
+from .streaming import stream_weights
 from .traffic import ActionTraffic, StageTraffic, TrafficReport
 from .traffic_count import traffic_report
 
@@ -30,5 +31,6 @@ __all__ = [
     "linear_cross_entropy",
     "ok_topk_hook",
     "place_work",
+    "stream_weights",
     "traffic_report",
 ]

@@ -1,0 +1,151 @@
+"""Frozen layers in files train as those in memory do, and few are in memory at a time."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipedream2bw as pd2
+from pipedream2bw.extras import streaming
+from tests.runs.launch import run_ranks
+
+WIDTH, M = 16, 4
+X = torch.randn(8, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+Y = X.roll(1, -1).tanh()
+
+
+def model_of(*, bias: bool = True) -> nn.Sequential:
+    """Frozen layers, and trained ones between them."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        up, down = nn.Linear(WIDTH, 2 * WIDTH, bias=bias), nn.Linear(2 * WIDTH, WIDTH, bias=bias)
+        layers.append(nn.Sequential(up, nn.GELU(), down, nn.LayerNorm(WIDTH)))
+        up.requires_grad_(False)
+        down.requires_grad_(False)
+    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+
+
+def train(
+    model: nn.Module, extensions: Any = (), **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses, what is left of the state, and the bytes of the optimizer and its extensions."""
+    given = {"num_stages": 2, "schedule": "2bw", "split": ["2"], **options}
+    with pd2.PipelineModule(
+        model, nn.functional.mse_loss, num_microbatches=M, example_args=(X,), **given
+    ) as pipe:
+        opt = pd2.PipelineOptimizer(
+            torch.optim.AdamW(pipe.parameters(), lr=1e-2), extensions=extensions
+        )
+        losses = []
+        for _ in range(6):
+            losses.append(pipe.train_step(X, target=Y))
+            opt.step()
+        pipe.eval()
+        losses.append(pipe.eval_step(X, target=Y))
+        pipe.train()
+        report = pipe.memory_report()
+        state = {name: value.clone() for name, value in pipe.state_dict().items()}
+        held = sum(stage.optimizer_state for stage in report.values())
+        return [float(loss) for loss in losses], state, held
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "2bw_fresh"},
+        {"schedule": "1f1b", "recompute": True},
+        {"schedule": "2bw_split"},
+        {"num_stages": 1, "split": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_bits_are_those_of_linear_layers(
+    options: dict[str, Any], bias: bool, tmp_path: Path
+) -> None:
+    plain, whole, _ = train(model_of(bias=bias), **options)
+    model = model_of(bias=bias)
+    pd2.stream_weights(model, tmp_path, least_bytes=0)
+    streamed, state, _ = train(model, **options)
+    assert streamed == plain
+    assert state.keys() == {n for n in whole if n.endswith(("3.weight", "3.bias")) or n[0] == "4"}
+    assert all(torch.equal(state[name], whole[name]) for name in state)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_few_layers_are_in_memory(
+    ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most, reads = 0, 0
+    read = streaming._Layer.read
+
+    def counted(layer: streaming._Layer) -> list[torch.Tensor]:
+        nonlocal most, reads
+        tensors = read(layer)
+        alive.add(tensors[0])
+        most, reads = max(most, len(alive)), reads + 1
+        return tensors
+
+    monkeypatch.setattr(streaming._Layer, "read", counted)
+    model = model_of()
+    streamed = pd2.stream_weights(model, tmp_path, ahead=ahead, least_bytes=0)
+    gc.collect()
+    train(model, num_stages=1, split=None)
+    assert 1 + ahead <= most <= 2 + ahead  # a read may begin before the layer in use is dropped
+    # Six trainings and an evaluation; nothing is trained before two of the eight layers.
+    uses = M * (6 * (8 + 6) + 8)
+    assert uses <= reads <= uses + 8 * ahead  # few were fetched for nothing
+    size = (2 * WIDTH * WIDTH + 2 * WIDTH) * 4
+    assert streamed.most_bytes == (1 + ahead) * size
+
+
+def test_memory_report_counts_what_is_there(tmp_path: Path) -> None:
+    model = model_of()
+    streamed = pd2.stream_weights(model, tmp_path, least_bytes=0)
+    _, _, without = train(copy_of(model))
+    _, _, counted = train(model, extensions=[streamed])
+    assert counted == without + 2 * streamed.most_bytes
+    assert streamed.nbytes == 8 * (2 * WIDTH * WIDTH * 4) + 4 * (3 * WIDTH * 4)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)  # of the same files
+
+
+def in_processes(rank: int, world: int, folder: str) -> list[float]:
+    model = model_of()
+    pd2.stream_weights(model, folder, least_bytes=0)
+    return train(model)[0]
+
+
+def test_processes_may_share_the_files(tmp_path: Path) -> None:
+    plain, _, _ = train(model_of())
+    results = run_ranks(in_processes, 2, args=(str(tmp_path),), timeout=60)
+    assert [result.value for result in results] == [plain, plain]
+
+
+def test_what_cannot_be_streamed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"stream_weights: 0 frozen nn.Linear of 1048576 bytes"):
+        pd2.stream_weights(model_of(), tmp_path)
+    with pytest.raises(ValueError, match="ahead: 0, it must be at least 1"):
+        pd2.stream_weights(model_of(), tmp_path, ahead=0)
+    with pytest.raises(TypeError, match="least_bytes: '1MiB' given, it must be an int"):
+        pd2.stream_weights(model_of(), tmp_path, least_bytes="1MiB")  # type: ignore[arg-type]
+    model = model_of()
+    pd2.stream_weights(model, tmp_path, least_bytes=0)
+    with pytest.raises(ValueError, match=r"0.0.bin: torch.float32, the layer's input: .*float64"):
+        model(X.double())
+    path = tmp_path / "0.0.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"0.0.bin: 2175 bytes, the layer has 2176: the file"):
+        model(X)
