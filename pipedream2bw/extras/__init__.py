@@ -5,7 +5,6 @@ The core does not know it; docs/extending.md shows how one is made.
 
 from .bubbles import BubbleWork, IdleSlot, InBubbles, idle_slots, place_work
 from .chunked_cross_entropy import linear_cross_entropy
-from .fastest_v import fastest_v_schedule
 from .ok_topk import OkTopkState, ok_topk_hook
 from .replica_sync import ReplicaSync
 from .skew_scout import SkewScout
@@ -26,7 +25,6 @@ __all__ = [
     "StageTraffic",
     "TrafficReport",
     "data_stalls",
-    "fastest_v_schedule",
     "idle_slots",
     "linear_cross_entropy",
     "ok_topk_hook",

@@ -24,13 +24,13 @@ from ..model.storages import storage_of
 from ..model.surroundings import plain_modes, torch_reports_silenced
 from ..model.trees import as_received, bytes_in, tensors_in
 from ..pipeline.module import PipelineModule
+from ..planner.profiling.peaks import measured_peaks
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
 from ..runtime.timeline import Timeline
 from ..schedules.events import Event
 from ..stages.program import StageProgram
 from .operator_traffic import Moved, TrafficCounter
-from .peaks import measured_peaks
 from .traffic import ActionTraffic, StageTraffic, TrafficReport
 
 

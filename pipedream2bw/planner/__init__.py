@@ -1,5 +1,6 @@
 """A plan for a model and devices: profiled, searched and simulated. The core does not need it."""
 
+from .fastest_v import fastest_v_schedule
 from .pictures import draw_plan
 from .planning.calibration import Calibration, calibrate
 from .planning.cluster import Cluster, DeviceType
@@ -21,6 +22,7 @@ __all__ = [
     "StagePlan",
     "calibrate",
     "draw_plan",
+    "fastest_v_schedule",
     "plan",
     "profile",
     "simulate",

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..capture.device_figures import DeviceFigures
-from ..planner.profiling.timing import time_on
+from ...capture.device_figures import DeviceFigures
+from .timing import time_on
 
 _SIDE = 1024  # of the matrices; on a device four times that
 _COPIED_BYTES = 2**27  # more than caches hold

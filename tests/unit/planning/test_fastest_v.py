@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pipedream2bw as pd2
-from pipedream2bw.extras.fastest_v import first_of_fastest
+from pipedream2bw.planner.fastest_v import first_of_fastest
 from tests.runs.trajectory import assert_same, by_pipeline, expected, sgd
 from tests.samples.models import TASKS
 

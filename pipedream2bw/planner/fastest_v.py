@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from .. import _C
 from .._C import Schedule
 from ..checks import check_whole_number
-from ..planner.simulation import PerStage, edge_costs, stage_costs
+from .simulation import PerStage, edge_costs, stage_costs
 
 _MOST_STEPS = 6  # a period: with longer ways a microbatch only waits
 _EQUAL = 1.001
