@@ -78,7 +78,9 @@ def idle_slots(events: Iterable[Event], batch: int) -> list[IdleSlot]:
 
 
 def place_work(slots: Sequence[IdleSlot], seconds: Sequence[float]) -> list[IdleSlot | None]:
-    """Gives each piece of work the first slot with room for 1.05 of the time that it takes.
+    """Gives each piece of work a slot with room for 1.05 of the time that it takes.
+
+    It is the first one that is not before the slot of the piece before.
 
     Args:
         slots: of one rank, in order of time.
@@ -92,13 +94,15 @@ def place_work(slots: Sequence[IdleSlot], seconds: Sequence[float]) -> list[Idle
     """
     room = [slot.end - slot.start for slot in slots]
     placed: list[IdleSlot | None] = []
+    first = 0
     for each in seconds:
         check_number("place_work: seconds", each, at_least=0.0, below=float("inf"))
         needed = _MARGIN * each
-        fitting = next((i for i, left in enumerate(room) if needed <= left), None)
+        fitting = next((i for i in range(first, len(room)) if needed <= room[i]), None)
         placed.append(None if fitting is None else slots[fitting])
         if fitting is not None:
             room[fitting] -= needed
+            first = fitting
     return placed
 
 

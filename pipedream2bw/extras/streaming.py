@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
-import itertools
+import hashlib
 import math
 import mmap
 import os
@@ -18,10 +18,11 @@ from torch import nn
 from torch.nn import functional
 
 from ..checks import check_whole_number
+from ..model.hooks import has_hooks
 from ..runtime.extension import Extension, HeldBytes
 
-_Use = tuple[int, bool]
-"""A layer's number, and whether its backward uses the weights."""
+_Use = tuple[str, bool]
+"""A layer's file, and whether its backward uses the weights."""
 
 _Coming = concurrent.futures.Future[Callable[[], list[torch.Tensor]]]
 """Gives what hands weight and bias over to the thread that computes."""
@@ -47,8 +48,8 @@ class _Layer(NamedTuple):
         return [part.view(self.dtype).view(shape) for part, shape in parts]
 
 
-_layers: dict[int, _Layer] = {}
-_numbers = itertools.count()
+_layers: dict[str, _Layer] = {}
+"""By file; those that this process has used."""
 
 
 class StreamedWeights(Extension):
@@ -72,13 +73,15 @@ class StreamedWeights(Extension):
 class StreamedLinear(nn.Module):
     """A frozen ``nn.Linear`` without weights in memory."""
 
-    def __init__(self, layer: nn.Linear, number: int) -> None:
+    def __init__(self, layer: nn.Linear, kept: _Layer) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.number = number
+        self.kept = kept
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = _streamed_linear(x, self.number, self.in_features, self.out_features)
+        file = str(self.kept.path)
+        _layers.setdefault(file, self.kept)  # a copy may come from another process
+        y: torch.Tensor = _streamed_linear(x, file, self.in_features, self.out_features)
         return y
 
 
@@ -102,8 +105,10 @@ def stream_weights(
     80
 
     Args:
-        model: whose layers are replaced, but for those with a parameter that is trained.
-        folder: on a disk of the machine; processes with equal weights may share it.
+        model: whose layers are replaced, but for those with hooks or with a parameter that is
+            trained.
+        folder: on a disk of the machine. Names of files follow from the weights: processes and
+            models may share it.
         ahead: layers that are fetched ahead.
         least_bytes: smaller layers stay in memory.
 
@@ -116,15 +121,18 @@ def stream_weights(
     at = Path(folder)
     at.mkdir(parents=True, exist_ok=True)
     sizes = []
-    for name, layer in list(model.named_modules()):
+    made: dict[int, StreamedLinear] = {}  # a layer in two places stays one
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
         tensors = list(layer.parameters(recurse=False))
         size = sum(tensor.nbytes for tensor in tensors)
         is_frozen = not any(tensor.requires_grad for tensor in tensors)
         if type(layer) is nn.Linear and is_frozen and name and size >= least_bytes:
-            number = next(_numbers)
-            _layers[number] = _written(at / f"{name}.bin", tensors, ahead)
-            model.set_submodule(name, StreamedLinear(layer, number))
-            sizes.append(size)
+            if has_hooks(layer):
+                continue
+            if id(layer) not in made:
+                made[id(layer)] = StreamedLinear(layer, _written(at, name, tensors, ahead))
+                sizes.append(size)
+            model.set_submodule(name, made[id(layer)])
     if not sizes:
         raise ValueError(
             f"stream_weights: 0 frozen nn.Linear of {least_bytes} bytes or more in the model, it "
@@ -133,12 +141,17 @@ def stream_weights(
     return StreamedWeights(sizes, ahead)
 
 
-def _written(path: Path, tensors: list[nn.Parameter], ahead: int) -> _Layer:
+def _written(folder: Path, name: str, tensors: list[nn.Parameter], ahead: int) -> _Layer:
+    hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    parts = [(ctypes.c_char * host.nbytes).from_address(host.data_ptr()) for host in hosts]
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    path = (folder / f"{name}-{digest.hexdigest()}.bin").absolute()
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     with partial.open("wb") as file:
-        for tensor in tensors:
-            host = tensor.detach().cpu().contiguous()
-            file.write((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))
+        for part in parts:
+            file.write(part)
     partial.replace(path)  # another process may read it
     return _Layer(path, [tensor.shape for tensor in tensors], tensors[0].dtype, ahead)
 
@@ -150,27 +163,27 @@ class _Fetcher(threading.local):
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "fetch")
         self._next: dict[_Use, _Use] = {}  # what came next last time
         self._last: _Use | None = None
-        self._coming: dict[int, _Coming] = {}
+        self._coming: dict[str, _Coming] = {}
 
-    def _submit(self, number: int, device: torch.device) -> _Coming:
-        return self._reader.submit(_fetch, number, device)
+    def _submit(self, file: str, device: torch.device) -> _Coming:
+        return self._reader.submit(_fetch, file, device)
 
     def take(self, use: _Use, like: torch.Tensor) -> list[torch.Tensor]:
         """Weight and bias, for this thread's stream."""
-        number, device = use[0], like.device
-        if like.dtype != _layers[number].dtype:
+        file, device = use[0], like.device
+        if like.dtype != _layers[file].dtype:
             raise ValueError(
-                f"{_layers[number].path}: {_layers[number].dtype}, the layer's input: {like.dtype}:"
-                " they must be equal. Convert the model before stream_weights()"
+                f"{file}: {_layers[file].dtype}, the layer's input: {like.dtype}: they must be "
+                "equal. Convert the model before stream_weights(), and leave out autocast="
             )
         if self._last is not None:
             self._next[self._last] = use
         self._last = use
-        if number not in self._coming:
-            self._coming[number] = self._submit(number, device)
-        tensors = self._coming.pop(number).result()()
-        wanted: list[int] = []
-        for _ in range(_layers[number].ahead):
+        if file not in self._coming:
+            self._coming[file] = self._submit(file, device)
+        tensors = self._coming.pop(file).result()()
+        wanted: list[str] = []
+        for _ in range(_layers[file].ahead):
             if (following := self._next.get(use)) is None:
                 break
             use = following
@@ -186,8 +199,8 @@ class _Fetcher(threading.local):
 _fetcher = _Fetcher()
 
 
-def _fetch(number: int, device: torch.device) -> Callable[[], list[torch.Tensor]]:
-    tensors = _layers[number].read()
+def _fetch(file: str, device: torch.device) -> Callable[[], list[torch.Tensor]]:
+    tensors = _layers[file].read()
     if device.type != "cuda":
         return lambda: [tensor.to(device) for tensor in tensors]
     copying: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -207,39 +220,39 @@ def _fetch(number: int, device: torch.device) -> Callable[[], list[torch.Tensor]
 @torch.library.custom_op(
     "pipedream2bw::streamed_linear",
     mutates_args=(),
-    schema="(Tensor x, int number, int in_features, int out_features) -> Tensor",
+    schema="(Tensor x, str file, int in_features, int out_features) -> Tensor",
 )
-def _streamed_linear(x: torch.Tensor, number: int, _: int, out_features: int) -> torch.Tensor:
-    return functional.linear(x, *_fetcher.take((number, False), x))
+def _streamed_linear(x: torch.Tensor, file: str, _: int, out_features: int) -> torch.Tensor:
+    return functional.linear(x, *_fetcher.take((file, False), x))
 
 
 @torch.library.custom_op(
     "pipedream2bw::streamed_linear_backward",
     mutates_args=(),
-    schema="(Tensor gradient, int number, int in_features) -> Tensor",
+    schema="(Tensor gradient, str file, int in_features) -> Tensor",
 )
-def _streamed_gradient(gradient: torch.Tensor, number: int, in_features: int) -> torch.Tensor:
-    weight, *_ = _fetcher.take((number, True), gradient)
+def _streamed_gradient(gradient: torch.Tensor, file: str, in_features: int) -> torch.Tensor:
+    weight, *_ = _fetcher.take((file, True), gradient)
     rows = gradient.reshape(-1, gradient.shape[-1]) @ weight
     return rows.reshape(*gradient.shape[:-1], in_features)
 
 
 @_streamed_linear.register_fake
-def _shape(x: torch.Tensor, number: int, in_features: int, out_features: int) -> torch.Tensor:
+def _shape(x: torch.Tensor, file: str, in_features: int, out_features: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
 
 @_streamed_gradient.register_fake
-def _gradient_shape(gradient: torch.Tensor, number: int, in_features: int) -> torch.Tensor:
+def _gradient_shape(gradient: torch.Tensor, file: str, in_features: int) -> torch.Tensor:
     return gradient.new_empty(*gradient.shape[:-1], in_features)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.number, ctx.in_features, _ = inputs
+    _, ctx.file, ctx.in_features, _ = inputs
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    return _streamed_gradient(gradient, ctx.number, ctx.in_features), None, None, None
+    return _streamed_gradient(gradient, ctx.file, ctx.in_features), None, None, None
 
 
 _streamed_linear.register_autograd(_backward, setup_context=_keep)

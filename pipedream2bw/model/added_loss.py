@@ -194,7 +194,7 @@ class _AddLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        ctx.weighed.num_waiting -= 1
+        ctx.weighed.num_waiting -= ctx.needs_input_grad[1]
         return gradients[0], ctx.seed, None
 
 

@@ -19,8 +19,9 @@ class EqualCopies(Extension):
 
     Sequence parallelism, for one, leaves each process a part of the gradients of norms
     (arXiv 2205.05198, section 4.2.2). Where a model's own code does not add them up, copies of the
-    weights drift apart. They are compared after 2, 4, 8, ... updates, since a learning rate may
-    begin at zero: how far apart they are, over how far they have come since the comparison before.
+    weights drift apart. They are compared after 2, 4, 8, ... updates of a run, since a learning
+    rate may begin at zero: how far apart they are, over how far they have come since the comparison
+    before.
     """
 
     def __init__(self, session: Session) -> None:
@@ -28,11 +29,12 @@ class EqualCopies(Extension):
         self._control = session.control  # not the pipeline, which the engine would hold
         self._place = (grid.replica, tuple(grid.stages))  # alike in the processes of a stage
         self._alike = set(session.local_model.trainable_names()) - parts.keys()
+        self._first: int | None = None  # batch since the weights were loaded
         self._before: dict[tuple[int, str], torch.Tensor] = {}  # by stage and parameter
         self._moved: dict[_Key, tuple[torch.Tensor, float]] = {}  # not compared yet
 
     def acts_in(self, update: Update) -> bool:
-        return (update.batch + 1).bit_count() == 1
+        return (update.batch + 1 - (self._first or 0)).bit_count() == 1
 
     def after_update(self, update: Update, slot: int) -> None:
         weights = update.weights
@@ -53,7 +55,10 @@ class EqualCopies(Extension):
         Raises:
             ValueError: copies of a parameter differ.
         """
-        if batch < 4 or (batch - 2).bit_count() != 1:  # under "2bw" the newest has just been made
+        if self._first is None:
+            self._first = batch
+        done = batch - self._first
+        if done < 4 or (done - 2).bit_count() != 1:  # under "2bw" the newest has just been made
             return
         everyone = self._control.told_by_all((self._place, dict(self._moved)))
         for rank, (place, theirs) in enumerate(everyone):
@@ -75,6 +80,7 @@ class EqualCopies(Extension):
                     )
 
     def weights_loaded(self) -> None:
+        self._first = None
         self._before.clear()
         self._moved.clear()
 

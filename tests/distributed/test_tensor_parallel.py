@@ -115,6 +115,13 @@ def test_gradients_that_a_module_does_not_add_up(case: Case, idle: int, crew: Cr
     )
 
 
+def test_a_run_that_goes_on_is_watched_from_there(crew: Crew, tmp_path: Path) -> None:
+    case = Case(Shape(1, 1, 2), kind="forgetful")
+    ((number, text),) = set(crew.run(train_until_refused, 2, case, 0, str(tmp_path)))
+    assert number == 4
+    assert "after 5 updates" in text  # the second one of this run
+
+
 def check_resumed(saving: Case, going_on: Case, crew: Crew, folder: Path, end: int = 3) -> None:
     """Saved in one shape, loaded in another: the same bits, and then the same training."""
     saved, again = str(folder / "saved"), str(folder / "again")

@@ -202,9 +202,21 @@ def train(rank: int, world: int, case: Case) -> Result:
         return result_of(pipe, *go_on(case, pipe, opt, 0, case.count))
 
 
-def train_until_refused(rank: int, world: int, case: Case, idle: int) -> tuple[int, str]:
-    """How many steps were made until one was refused, and why; the first ones change nothing."""
+def train_until_refused(
+    rank: int, world: int, case: Case, idle: int, folder: str | None = None
+) -> tuple[int, str]:
+    """How many steps were made until one was refused, and why; the first ones change nothing.
+
+    Args:
+        folder: the run first trains three batches, is saved there, and goes on from there.
+    """
     pipe, opt = open_run(case)
+    if folder is not None:
+        with pipe:
+            go_on(case, pipe, opt, 0, 3)
+            pd2.save(folder, pipe, opt).wait()
+        pipe, opt = open_run(case)
+        pd2.load(folder, pipe, opt)
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda batch: float(batch >= idle))
     with pipe:
         for number, batch in enumerate(batches_of(case, pipe.replica)):

@@ -146,7 +146,14 @@ def _plan(given: argparse.Namespace) -> None:
         return parse_topology(given.topology, devices) if given.topology else devices
 
     search = {"memory": given.memory, "batch": given.batch, **_SEARCH.given(given)}
-    check_arguments(devices=cluster_of(devices), **search)
+    if given.table and (given.topology or "").startswith("mesh"):
+        raise ValueError(
+            f"--table: True, --topology: {given.topology}: a mesh has one number of devices, a "
+            "table has 1, 2, 4, ... of them. Give servers:, or leave out --topology"
+        )
+    alone = [[each] for each in devices] if given.table and isinstance(devices, list) else [devices]
+    for each in alone:
+        check_arguments(devices=cluster_of(each), **search)
     profile = _profile(given)
     for text in given.type or ():
         _check_known(text, profile)

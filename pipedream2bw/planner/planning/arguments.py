@@ -12,7 +12,7 @@ from ...checks import check_bool, check_number, check_whole_number
 from ...json_document import given_or_loaded
 from ...optimizer.options import EXCLUSIONS as OPTIMIZER_EXCLUSIONS
 from ...optimizer.options import OptimizerOptions
-from ...optimizer.staleness import Remedies
+from ...optimizer.staleness import NesterovCorrection, Remedies
 from ...options import EXCLUSIONS, Options
 from ...rules import among, check_values, refuse
 from ...units import parse_bytes
@@ -136,6 +136,12 @@ class PlanArguments:
             raise ValueError(
                 f"staleness: {remedies!r}, schedules: {', '.join(names)}: a correction is of a "
                 "delay of 1 on every stage, which pipedream has not. Leave out one of them"
+            )
+        if isinstance(remedies.correction, NesterovCorrection) and "2bw_fresh" in names:
+            raise ValueError(
+                f"staleness: {remedies!r}, schedules: {', '.join(names)}: a NesterovCorrection is "
+                "of steps whose gradients are all late, which those of 2bw_fresh are not. Leave "
+                "out one of them"
             )
         held = per_trained_byte(
             optimizer, given["precision"], given["split_master"], given["gradient_dtype"]

@@ -269,18 +269,33 @@ class Plan(PlanOutline, Document):
         """The options of :class:`PipelineModule` that say what the plan does, where plan= cannot.
 
         With ``tensor_parallel`` above 1 the script cuts the model's layers over the mesh's "tp".
-        The mesh numbers processes as the plan numbers devices. Of measured links it does not: take
-        a DeviceMesh of the stages' ``devices``.
+        The mesh numbers processes as the plan numbers devices.
+
+        Raises:
+            ValueError: no order of the mesh's dimensions puts the stages on their devices.
         """
-        first, t = self.stages[0].devices, self.tensor_parallel
-        order = ("dp", "pp", "tp")
-        if self.width > 1 and first[t] == first[0] + t:
-            order = ("pp", "dp", "tp")
         names = ("num_stages", "num_microbatches", "schedule", "stages_per_rank", "split")
         return {
-            **{name: getattr(self, name) for name in (*names, "recompute")},
-            "mesh": {name: self.mesh[name] for name in order},
+            **{name: getattr(self, name) for name in (*names, "recompute", "gradient_dtype")},
+            "mesh": {name: self.mesh[name] for name in self._mesh_order()},
         }
+
+    def _mesh_order(self) -> tuple[str, str, str]:
+        ranks = self.stages[: self.num_stages // self.stages_per_rank]
+        used = sorted({device for stage in ranks for device in stage.devices})
+        t, w = self.tensor_parallel, self.width
+        orders = {("dp", "pp", "tp"): (t, len(ranks) * t), ("pp", "dp", "tp"): (w * t, t)}
+        for order, (of_rank, of_replica) in orders.items():
+            if all(
+                used.index(device) == of_rank * rank + of_replica * (place // t) + place % t
+                for rank, stage in enumerate(ranks)
+                for place, device in enumerate(stage.devices)
+            ):
+                return order
+        raise ValueError(
+            f"options: stage 0 is on devices {list(ranks[0].devices)}, the mesh {self.mesh} would "
+            "number others: give PipelineModule a DeviceMesh of the stages' devices"
+        )
 
     @property
     def sizes_in_words(self) -> str:

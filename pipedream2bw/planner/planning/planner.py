@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -218,6 +219,8 @@ def _of_degrees(
             found[degree] = best_of(degree)
         except ValueError as error:
             errors.append(error)
+            if found and not isinstance(error, DoesNotFit):
+                warnings.warn(f"tensor_parallel: {degree} has no plan: {error}", stacklevel=3)
     if not found:
         lacking = [error for error in errors if isinstance(error, DoesNotFit)]
         raise min(lacking, key=lambda error: error.limit) if lacking else errors[0]

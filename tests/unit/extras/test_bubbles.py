@@ -70,11 +70,13 @@ def test_work_goes_to_the_first_slot_with_room_for_it_and_a_twentieth() -> None:
         placed = pd2.place_work(slots, seconds)
         assert len(placed) == len(seconds)
         left = {slot: slot.end - slot.start for slot in slots}
+        later = list(slots)
         for each, slot in zip(seconds, placed, strict=True):
-            room = [other for other in slots if left[other] >= 1.05 * each]
+            room = [other for other in later if left[other] >= 1.05 * each]
             assert slot == (room[0] if room else None)
             if slot is not None:
                 left[slot] -= 1.05 * each
+                later = later[later.index(slot) :]  # in the order of the pieces
         assert all(each >= 0 for each in left.values())
     with pytest.raises(ValueError, match="place_work: seconds: -1"):
         pd2.place_work([], [-1.0])

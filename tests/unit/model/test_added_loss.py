@@ -190,7 +190,8 @@ class Early(nn.Module):
     """A stage with a loss of its own, whose output is detached before the loss is added, or after.
 
     Args:
-        where: "before", "after"; or "next", by the next stage.
+        where: "before", "after"; "next", by the next stage; or "beside", where the output is not
+            detached, and has a constant loss.
     """
 
     def __init__(self, where: str) -> None:
@@ -202,6 +203,10 @@ class Early(nn.Module):
         own = x.square().mean()
         if self.where == "before":
             return pd2.add_loss(x.detach(), own)
+        if self.where == "beside":
+            x = pd2.add_loss(x, own.detach())
+            pd2.add_loss(x, own).detach()
+            return x
         x = pd2.add_loss(x, own)
         return x.detach() if self.where == "after" else x
 
@@ -245,6 +250,11 @@ def test_a_loss_that_no_backward_reaches_is_told(
         trained = train_apart(where, schedule, 6, recompute=recompute)
     assert len(told) == 1
     assert torch.equal(trained["0.linear.weight"], begin["0.linear.weight"])
+
+
+def test_a_constant_loss_beside_a_lost_one_hides_it_not() -> None:
+    with pytest.warns(UserWarning, match=r"add_loss: 1 of stage 0 trained nothing"):
+        train_apart("beside", "2bw", 3)
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "2bw_split", "1f1b", "pipedream", "2bw_fresh"])

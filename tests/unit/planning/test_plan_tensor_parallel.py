@@ -322,8 +322,32 @@ def test_a_pipeline_is_not_opened_as_if_its_layers_were_whole() -> None:
         "stages_per_rank": 1,
         "split": ["4"],
         "recompute": [False, False],
+        "gradient_dtype": None,
         "mesh": {"dp": 1, "pp": 2, "tp": 2},
     }
+
+
+def test_stages_on_devices_that_a_mesh_does_not_number() -> None:
+    types = [pd2.DeviceType("a", 2, memory="20MB"), pd2.DeviceType("b", 2, memory="200MB")]
+    made = planned(TRANSFORMER, types, tensor_parallel=2, num_stages=2, width=1)
+    assert made.stages[0].devices == (2, 3)
+    with pytest.raises(ValueError, match=r"options: stage 0 is on devices \[2, 3\], the mesh"):
+        _ = made.options
+
+
+def test_a_degree_without_a_plan_is_told() -> None:
+    x = torch.ones(4, 4)
+    profile = pd2.profile(
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)),
+        mse_loss,
+        example_args=(x,),
+        target=x,
+        dry=pd2.KNOWN_DEVICES["v100"],
+    )
+    sizes = {"devices": 4, "memory": "1GB", "batch": 4, "num_stages": 2, "width": 1}
+    with pytest.warns(UserWarning, match="tensor_parallel: 2 has no plan: "):
+        made = pd2.plan(profile, **sizes, tensor_parallel=(1, 2), sharded="0", summed="1")
+    assert made.tensor_parallel == 1
 
 
 @pytest.mark.parametrize(

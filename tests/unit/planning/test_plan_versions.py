@@ -100,6 +100,7 @@ def test_replicas_share_out_the_kept_steps() -> None:
     ("given", "message"),
     [
         ({**FEEDBACK, "schedules": ["2bw", "pipedream"]}, "staleness: .*, schedules: 2bw, pipe.*1"),
+        ({"staleness": pd2.NesterovCorrection(), "schedules": "2bw_fresh"}, "2bw_fresh: a Nest"),
         ({"staleness": pd2.NesterovCorrection(), "shard_state": True}, "shard_state: True, stale"),
         ({"schedules": "pipedream"}, "batch: 8, largest_batch: 8: no width, microbatch size"),
     ],

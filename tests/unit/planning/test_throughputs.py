@@ -61,6 +61,14 @@ def test_degrees_that_divide_the_devices_are_tried() -> None:
     assert [row.devices for row in table.rows] == [1, 2, 3]
 
 
+def test_types_of_other_speed_have_degrees_of_their_own(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    types = ("--type", "v100:2", "--type", "t4:2,throughput=0.25")
+    degrees = ("--tensor-parallel", "1,2", "--sharded", "*", "--summed", "*")
+    assert "t4" in printed(capsys, *ASKED, *types, *degrees)
+
+
 def test_the_command_prints_and_writes_a_table(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
@@ -88,6 +96,10 @@ def test_the_command_prints_and_writes_a_table(
         (("--type", "t4:4,price=x"), "--type: 'price=x', it must be a number"),
         (("--type", "v100:4", "--price", "1"), "--price: 1.0, --type: v100:4: it says price="),
         (("--devices", "4"), "--table: True, --type: None"),
+        (
+            ("--type", "v100:8", "--topology", "mesh:2x4,row=9GB/s,column=9GB/s"),
+            "--table: True, --topology: mesh:2x4",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
