@@ -71,7 +71,7 @@ def _check_agreement(options: Options, plan: Plan) -> None:
         raise ValueError(
             f"tensor_parallel of the plan: {plan.tensor_parallel}, plan=: it opens plans of 1. Cut "
             'the modules over the mesh\'s "tp" (parallelize_module, use_local_shards), and give '
-            f"**plan.options: mesh={plan.options['mesh']}, ..."
+            f"**plan.options: mesh={plan.mesh}, ..."
         )
     for name in ("num_stages", "num_microbatches", "stages_per_rank", "width"):
         given, planned = getattr(options, name), getattr(plan, name)
