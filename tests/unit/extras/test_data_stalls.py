@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import pipedream2bw as pd2
 from pipedream2bw.extras import stalls as stalls_module
 from tests.runs.discarding import restart_delay
+from tests.runs.timed import at_most_three_times
 
 WIDTH = 8
 ROWS = 8
@@ -77,6 +78,7 @@ def opened(seconds: float = 0.0, **options: Any) -> Iterator[pd2.PipelineModule]
         yield pipe
 
 
+@at_most_three_times
 def test_a_loader_slowed_by_20_ms_is_found() -> None:
     with opened() as pipe:
         stalls = pd2.data_stalls(Loader(0.020), pipe, batches=8)
@@ -95,6 +97,7 @@ def test_a_loader_slowed_by_20_ms_is_found() -> None:
 
 
 @pytest.mark.parametrize(("workers", "persist"), [(0, False), (2, False), (2, True)])
+@at_most_three_times
 def test_fetching_and_preparing_are_told_apart(workers: int, *, persist: bool) -> None:
     """Loading takes 40 ms to fetch a batch and 10 ms to prepare it, a pipeline's batch 10 ms."""
     times = max(1, workers)
@@ -186,6 +189,7 @@ def test_a_loader_goes_on_as_if_nothing_had_been_measured(options: dict[str, Any
             assert torch.equal(read(loader, measured_by=pipe), want)
 
 
+@at_most_three_times
 def test_what_is_loaded_beside_the_work_is_no_stall() -> None:
     with opened(seconds=0.015) as pipe:  # 30 ms a batch on each stage
         stalls = pd2.data_stalls(Loader(0.010), pipe, batches=5)
@@ -264,6 +268,7 @@ def test_a_loader_that_fails_leaves_the_pipeline_as_it_was() -> None:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@at_most_three_times
 def test_the_start_of_an_iteration_is_no_stall() -> None:
     """As of a DataLoader whose workers start anew; this one begins three times in a run."""
 

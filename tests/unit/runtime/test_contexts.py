@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pipedream2bw as pd2
 from pipedream2bw.errors import StageError
+from tests.runs.timed import at_most_three_times
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
 
@@ -145,6 +146,7 @@ def test_a_setting_that_changes_while_stages_compute_discards_the_batch() -> Non
                 float(loss)
 
 
+@at_most_three_times
 def test_looking_takes_microseconds(pipe: pd2.PipelineModule) -> None:
     look = pipe.session._contexts.check
     begin = time.perf_counter()

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from tests.runs.timed import at_most_three_times
 
 X = torch.randn(6, 4)
 Y = torch.randn(6, 4)
@@ -379,6 +380,7 @@ def test_numbers_that_are_no_numbers_are_no_error() -> None:
 
 
 @pytest.mark.parametrize("waits_in", ["flush", "loss"])
+@at_most_three_times
 def test_keyboard_interrupt_ends_a_wait_and_the_batch_can_be_discarded(waits_in: str) -> None:
     class Slow(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
