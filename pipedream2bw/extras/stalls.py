@@ -7,7 +7,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -304,7 +304,7 @@ class _Stream:
         self._items = self._endless(loader)
         self._spans: list[tuple[float, float, bool]] = []
 
-    def _endless(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def _endless(self, loader: Iterable[Any]) -> Generator[Any, None, None]:
         while True:
             iteration = self.iterations
             _may_be_iterated(loader)
@@ -313,6 +313,10 @@ class _Stream:
                 yield item
             if self.iterations == iteration:
                 raise ValueError("loader: gives no batch, it must give at least one")
+
+    def close(self) -> None:
+        """Ends the iteration and its workers now, not when garbage is collected."""
+        self._items.close()
 
     def catch_up(self) -> None:
         """Drops what workers have loaded while nobody waited."""
@@ -345,8 +349,8 @@ def _repeatable(loader: Iterable[Any]) -> Iterator[_Stream]:
     own = getattr(loader, "generator", None)
     state = own.get_state() if isinstance(own, torch.Generator) else None
     try:
-        with sources_kept():
-            yield _Stream(loader)
+        with sources_kept(), contextlib.closing(_Stream(loader)) as stream:
+            yield stream
     finally:
         if own is not None and state is not None:
             own.set_state(state)

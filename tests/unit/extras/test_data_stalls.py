@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import multiprocessing
 import time
 import types
 from collections.abc import Iterator
@@ -187,6 +189,18 @@ def test_a_loader_goes_on_as_if_nothing_had_been_measured(options: dict[str, Any
             loader: DataLoader[Any] = DataLoader(data, **order, **options)
             want = read(loader, measured_by=None)
             assert torch.equal(read(loader, measured_by=pipe), want)
+
+
+def test_workers_end_with_the_measuring_and_not_when_garbage_is_collected() -> None:
+    data = TensorDataset(torch.randn(48, WIDTH), torch.randn(48, WIDTH))
+    gc.collect()
+    gc.disable()
+    try:
+        with opened() as pipe:
+            pd2.data_stalls(DataLoader(data, batch_size=8, num_workers=1), pipe, 2)
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
 
 
 @at_most_three_times
