@@ -1,5 +1,7 @@
 """Throughput of 2BW against torch.distributed.pipelining's 1F1B: same stages, AdamW in both.
 
+2bw_fresh has error feedback, as the README advises.
+
     compute    2 processes, transformer blocks
     sleep      8 processes whose stages sleep: the schedule's own cost, free of the cores' number
     overhead   2 processes, stages of almost no work: the engine's cost per microbatch
@@ -51,6 +53,7 @@ SETTINGS = {
         2,
         Workload("transformer", rows=4, hidden=256, layers=2, sequence=64),
         {2: 1.45, 4: 1.21, 8: 1.09},
+        ("2bw", "2bw_fresh"),
     ),
     "sleep": Setting(
         "sleep",
@@ -64,7 +67,11 @@ SETTINGS = {
 }
 SMOKE_SETTINGS = {
     "compute": Setting(
-        "compute", 2, Workload("transformer", rows=2, hidden=64, layers=1, sequence=16), {2: 0}
+        "compute",
+        2,
+        Workload("transformer", rows=2, hidden=64, layers=1, sequence=16),
+        {2: 0},
+        ("2bw", "2bw_fresh"),
     ),
     "sleep": Setting(
         "sleep",
@@ -104,7 +111,8 @@ def measure(
         checked = stock.train(3).losses
         for schedule in dict.fromkeys((*setting.schedules, "1f1b")):
             name = f"m={m} {schedule}"
-            pipeline = Pipeline(setting.workload, world_size, m, schedule)
+            feedback = schedule == "2bw_fresh"
+            pipeline = Pipeline(setting.workload, world_size, m, schedule, error_feedback=feedback)
             losses = pipeline.train(3).losses
             if losses:
                 check_losses(f"{setting.name}, m={m}", schedule, losses, checked)

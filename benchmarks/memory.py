@@ -5,6 +5,7 @@ weights, AdamW:
 
     stage i       weights   gradients   optimizer state   microbatches in flight
     2bw           2|W|/d    |W|/d       2|W|/d            min(d - i, m)
+    2bw_fresh     2|W|/d    |W|/d       3|W|/d            min(d - i, m)    with error feedback
     1f1b          |W|/d     |W|/d       2|W|/d            min(d - i, m)
     gpipe         |W|/d     |W|/d       2|W|/d            m
 
@@ -39,7 +40,10 @@ NUM_BATCHES = 4
 MAX_GROWTH_OVER_REPORT = 1.05
 WORKLOAD = Workload("transformer", rows=1, hidden=512, layers=24, sequence=64)
 SMOKE_WORKLOAD = Workload("transformer", rows=1, hidden=128, layers=1, sequence=16)
-CONFIGURATIONS = (("2bw", True), ("1f1b", True), ("gpipe", True), ("2bw", False))
+CONFIGURATIONS = (
+    *(("2bw", True), ("2bw_fresh", True), ("1f1b", True), ("gpipe", True)),
+    ("2bw", False),
+)
 """Schedule, and whether every stage is a process."""
 
 
@@ -70,7 +74,10 @@ def train(
         schedule=schedule,
         example_args=(x[: workload.rows],),
     )
-    optimizer = pd2.PipelineOptimizer(torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE))
+    optimizer = pd2.PipelineOptimizer(
+        torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE),
+        staleness=pd2.ErrorFeedback() if schedule == "2bw_fresh" else (),
+    )
     with pipe:
         for _ in range(NUM_BATCHES):
             pipe.train_step(x, target=target)
@@ -95,9 +102,9 @@ def measure(rank: int, world_size: int, workload: Workload, schedule: str) -> Pr
     for index, stage in report.items():
         in_flight = min(NUM_STAGES - index, NUM_MICROBATCHES)
         formula = {
-            "weights": (2 if schedule == "2bw" else 1) * weights,
+            "weights": (2 if "2bw" in schedule else 1) * weights,
             "gradients": weights,
-            "optimizer_state": 2 * weights,
+            "optimizer_state": (3 if schedule == "2bw_fresh" else 2) * weights,
             "most_in_flight": NUM_MICROBATCHES if schedule == "gpipe" else in_flight,
         }
         reported = {kind: getattr(stage, kind) for kind in formula}
@@ -118,7 +125,7 @@ def print_stage(stage: StageBytes) -> None:
 def main() -> None:
     options = arguments(__doc__.splitlines()[0], rounds=None).parse_args()
     workload = SMOKE_WORKLOAD if options.smoke else WORKLOAD
-    configurations = CONFIGURATIONS[::3] if options.smoke else CONFIGURATIONS
+    configurations = CONFIGURATIONS[::4] if options.smoke else CONFIGURATIONS
     where = machine()
     print(describe(where), flush=True)
     figures: list[Figure] = []
