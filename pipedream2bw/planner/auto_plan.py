@@ -280,6 +280,7 @@ def _of_width(found: Profile, job: _Job, width: int, num_stages: int) -> Plan:
         stages_per_rank=(max(2, v),),  # of schedules that have several at all
         width=width,
         num_stages=num_stages,
+        max_late_share=1.0,  # the sizes are the caller's
         precision=options.precision,
         split_master=options.split_master,
         gradient_dtype=options.gradient_dtype,

@@ -28,6 +28,7 @@ _GIB = 2.0**30
 
 
 SCHEDULES = (
+    "2bw_fresh",
     "2bw",
     "2bw_v_two_thirds",
     "2bw_v_half",

@@ -65,7 +65,7 @@ def plan(
     width: int | None = None,
     num_stages: int | None = None,
     unequal_replicas: bool = True,
-    max_late_share: float = 1.0,
+    max_late_share: float = 0.375,
     calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """The best way to train the profiled model on some devices.
@@ -125,7 +125,8 @@ def plan(
             microbatches, as their devices are fast: the plan's num_microbatches is a number for
             each. Not with "chimera". False: all have as many.
         max_late_share: of all forwards, those that may read W(t-1) under "2bw_fresh" with updates
-            of one slot: plans have as many microbatches as that takes.
+            of one slot: plans have as many microbatches as that takes. With 3/8 (m = 2d) or less
+            and error feedback the loss is as without a delay (docs/which_optimizer.md).
         calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
             margin of memory.
 

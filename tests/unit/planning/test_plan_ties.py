@@ -102,4 +102,4 @@ def test_replicas_of_one_stage_are_late_where_that_hides_their_sums() -> None:
         )
         return plan.schedule
 
-    assert [schedule(each) for each in ("1000TB/s", "100MB/s")] == ["1f1b", "2bw"]
+    assert [schedule(each) for each in ("1000TB/s", "100MB/s")] == ["1f1b", "2bw_fresh"]

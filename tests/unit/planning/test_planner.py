@@ -384,17 +384,15 @@ def test_types_with_a_memory_of_their_own_are_told() -> None:
 
 
 def test_a_fresh_schedule_has_as_many_microbatches_as_its_late_share_takes() -> None:
-    few = made_plan(schedules="2bw_fresh", num_stages=4, width=1, batch=16, largest_batch=1024)
-    many = made_plan(
-        schedules="2bw_fresh",
-        num_stages=4,
-        width=1,
-        batch=16,
-        largest_batch=1024,
-        max_late_share=0.1,
-    )
-    assert many.num_microbatches >= 25
+    def fresh(**share: float) -> pd2.Plan:
+        sizes = {"num_stages": 4, "width": 1, "batch": 4, "largest_batch": 1024}
+        return made_plan(schedules="2bw_fresh", **sizes, **share)
+
+    few, usual, many = fresh(max_late_share=1.0), fresh(), fresh(max_late_share=0.1)
+    assert few.num_microbatches < 7 <= usual.num_microbatches < 25 <= many.num_microbatches
     assert few.shape.mean_delay == 5 / (2 * few.most_microbatches)
     assert f"2bw_fresh, {100 * many.shape.mean_delay:.0f} % late: 1 replica" in str(many)
+    plans = [made_plan(num_stages=4, width=1, batch=rows) for rows in (4, 8)]
+    assert [plan.schedule for plan in plans] == ["2bw", "2bw_fresh"]
     with pytest.raises(ValueError, match=r"max_late_share: 1\.5, it must be at most 1"):
         made_plan(schedules="2bw_fresh", max_late_share=1.5)
