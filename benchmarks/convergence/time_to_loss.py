@@ -1,6 +1,7 @@
 """Time to an equal loss on two processes: schedules without a bubble against 1F1B.
 
-    python benchmarks/convergence/time_to_loss.py [--seeds 3] [--json PATH] [--smoke]
+    python benchmarks/convergence/time_to_loss.py [--seeds 3] [--json PATH] [--picture PATH]
+        [--smoke]
 
 The pipeline itself trains the byte GPT of late_forwards.py in two stages, a process each, with m =
 2d and 4d microbatches: AdamW and Muon, at the learning rates that are best without a delay. A seed
@@ -199,10 +200,38 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def draw(runs: list[Run], curves: list[Curve], path: Path) -> None:
+    """Held-out losses by time with the most microbatches, means of the seeds."""
+    from matplotlib.figure import Figure
+    from pictures import COLOURS
+
+    most = max(run.method.num_microbatches for run in runs)
+    groups: dict[str, dict[str, list[Curve]]] = {}
+    for run, curve in zip(runs, curves, strict=True):
+        if run.method.num_microbatches == most:
+            of_optimizer = groups.setdefault(run.optimizer, {})
+            name = run.method.name if run.method.schedule != "1f1b" else "1f1b"
+            of_optimizer.setdefault(name, []).append(curve)
+    figure = Figure(figsize=(4.5 * len(groups), 4), layout="constrained", dpi=80)
+    for axes, (optimizer, methods) in zip(
+        figure.subplots(1, len(groups), squeeze=False)[0], groups.items(), strict=True
+    ):
+        for (name, seeds), colour in zip(methods.items(), COLOURS, strict=False):
+            seconds = statistics.fmean(curve.seconds for curve in seeds)
+            losses = [statistics.fmean(of) for of in zip(*(c.losses for c in seeds), strict=True)]
+            times = [seconds * (i + 1) / len(losses) for i in range(len(losses))]
+            axes.plot(times, losses, color=colour, linewidth=1.5, label=name)
+        axes.set(title=f"{optimizer}, m = {most}", xlabel="seconds", ylabel="held-out loss")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the table there")
+    parser.add_argument("--picture", type=Path, metavar="PATH", help="draw losses by time there")
     parser.add_argument("--smoke", action="store_true", help="quick: the figures mean nothing")
     options = parser.parse_args()
     sizes, num_batches, optimizers = Sizes(), 400, DECISIVE
@@ -218,7 +247,8 @@ def main() -> None:
         for seed in range(options.seeds)
         for method in methods(m)
     ]
-    rows = rows_of(runs, run_on_ranks(D, train, runs)[0])
+    curves = run_on_ranks(D, train, runs)[0]
+    rows = rows_of(runs, curves)
     print(f"\n{table(rows)}")
     if options.json is not None:
         report: dict[str, Any] = {
@@ -229,6 +259,8 @@ def main() -> None:
             "rows": [dataclasses.asdict(row) for row in rows],
         }
         options.json.write_text(compact(report))
+    if options.picture is not None:
+        draw(runs, curves, options.picture)
 
 
 if __name__ == "__main__":
