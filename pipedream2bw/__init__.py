@@ -21,7 +21,7 @@ set_variables()
 
 from . import errors
 from ._C import Schedule
-from .capture.device_figures import KNOWN_DEVICES, DeviceFigures
+from .capture.device_figures import DeviceFigures
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.load import load
 from .checkpoint.preemption import Preempted
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         write_trace,
     )
     from .planner import (
+        KNOWN_DEVICES,
         Alternative,
         Calibration,
         Cluster,
