@@ -50,7 +50,7 @@ def show_states(groups: Iterable[Holder], stages: Sequence[StageWeights]) -> Non
     }
     for kind, optimizer, group in groups:
         for parameter in group["params"] if kind is not None else ():
-            if kind is not None and id(parameter) in where:
+            if id(parameter) in where:
                 weights, i = where[id(parameter)]
                 if weights.engine.owns(i):
                     optimizer.state[parameter] = read_state(kind, weights, i, group)

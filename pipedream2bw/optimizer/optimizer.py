@@ -134,8 +134,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         with session.ending.failing_closes():
             for extension in given_extensions:
                 extension.join(session)
-        warn_without_delay(session.schedule, session.grid.rank, {"staleness": staleness}, 2)
-        warn_of_delay(session, optimizers, remedies, stacklevel=2)
+        warn_without_delay(session.schedule, session.grid.rank, {"staleness": staleness})
+        warn_of_delay(session, optimizers, remedies)
 
     def _take_over(self, weights: StageWeights) -> None:
         """Makes the engine step a stage's weights as these optimizers do."""

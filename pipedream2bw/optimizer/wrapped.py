@@ -16,7 +16,7 @@ from .checks import stepping
 from .clipping import GradNorm
 from .fused import Holder, fused_kind, step_hooks
 from .fused_state import show_states, take_states
-from .own_step import StageStepper, changed_by, take_over_counters
+from .own_step import StageStepper, changed_by
 from .restriction import example_state, first_states, options_of
 from .state_by_name import BesideByPart, StateByName, is_any, states_on
 
@@ -193,7 +193,10 @@ class Wrapped(Extension):
         for number, seen_by_group in self.seen.items():
             steppers = [self.steppers[number, weights.index] for weights in self.weights]
             stepper = next((each for each in steppers if not each.is_empty), steppers[0])
-            theirs, groups = stepper.options(), self.optimizers[number].param_groups
-            if any(changed_by(theirs, groups, seen_by_group)):
+            groups = self.optimizers[number].param_groups
+            changes = changed_by(stepper.options(), groups, seen_by_group)
+            if any(changes):
                 self._changing.add(number)
-            take_over_counters(theirs, groups, seen_by_group)
+            for group, seen, changed in zip(groups, seen_by_group, changes, strict=True):
+                group.update(changed)
+                seen.update(copy.deepcopy(changed))

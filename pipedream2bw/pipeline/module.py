@@ -171,7 +171,7 @@ class PipelineModule(nn.Module):
         session = open_session(model, loss_fn, options, arrange)
         super().__init__()
         idle = {"update_slots": update_slots, "warmup_batches": warmup_batches}
-        warn_without_delay(session.schedule, session.grid.rank, idle, 2)
+        warn_without_delay(session.schedule, session.grid.rank, idle)
         self.session = session
         self._hooks: CommHooks | None = None
 
