@@ -9,7 +9,7 @@ import torch
 
 from .. import _C
 from ..ranks.boards import make_board
-from ..runtime.lazy_numbers import LazyNumber
+from ..runtime.lazy_numbers import LazyNumber, train_steps_until_finished
 from ..runtime.local_stages import is_apart_from_host
 from ..runtime.session import Session
 from .options import OptimizerOptions
@@ -113,5 +113,6 @@ class GradNorm(LazyNumber):
             RuntimeError: the pipeline failed before; names the first cause. Or the ``train_step``
                 during which the norm comes has not been called.
         """
-        norm = self._wait_for_update(self._number.wait)
+        self._check_can_come("its", train_steps_until_finished)
+        norm = self._wait(self._number.wait)
         return math.nan if norm is None else norm[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..errors import WrongHookError, WrongHookTypeError
 from ..ranks.operations import Announcement, Operation
 from ..rules import exclusions, refuse, shown
 from .extension import HOOKS, OPTIMIZER, Extension
+from .runner import while_alive
 from .session import Session
 from .stage_weights import StageWeights
 
@@ -100,7 +100,7 @@ def register_comm_hook(session: Session, state: object, hook: CommHook) -> CommH
         assert group is not None
         made = StageHook(stage.weights, hook, own, group=group, fault=session.control.fault)
         hooks.append(made)
-        _C.set_hook(stage.weights.engine, _while_alive(made))
+        _C.set_hook(stage.weights.engine, while_alive(made.average))
     held = CommHooks(hooks)
     session.extensions.put(HOOKS, [held])
     return held
@@ -179,15 +179,7 @@ def _check_group(state: Any, group: dist.ProcessGroup) -> None:
 
 
 class StageHook:
-    """What a stage's update calls in place of adding up its gradients over the replicas.
-
-    Args:
-        weights: the stage's.
-        hook: the user's.
-        state: its first argument.
-        group: the stage's replicas.
-        fault: ends waiting for them.
-    """
+    """What a stage's update calls in place of adding up its gradients over the replicas."""
 
     def __init__(
         self,
@@ -208,7 +200,7 @@ class StageHook:
     def __repr__(self) -> str:
         return shown(self._hook)
 
-    def __call__(self, buffers: Sequence[torch.Tensor], unscaling: float | None) -> bool:
+    def average(self, buffers: Sequence[torch.Tensor], unscaling: float | None) -> bool:
         """Makes gradients the mean over the replicas, in place; False: the pipeline has failed.
 
         Args:
@@ -287,16 +279,3 @@ class StageHook:
             if self._fault.raised:
                 return False
         return True
-
-
-def _while_alive(hook: StageHook) -> Callable[[list[torch.Tensor], float | None], bool]:
-    """For the engine, which would keep alive what the user's hook and its state refer to."""
-    alive = weakref.ref(hook)
-
-    def call_it(buffers: list[torch.Tensor], unscaling: float | None) -> bool:
-        made = alive()
-        if made is None:
-            raise RuntimeError("the pipeline is gone")
-        return made(buffers, unscaling)
-
-    return call_it

@@ -35,7 +35,6 @@ class Intake:
     """Checks calls, agrees on their microbatches and splits them.
 
     Args:
-        stages: those of this process.
         replicated: names of arguments that every microbatch gets whole.
         losses_are_means: over microbatches' rows; otherwise sums.
     """
@@ -107,7 +106,7 @@ class Intake:
             data.listed = Listed(tuple(rows), tuple(shapes), tuple(target_rows))
         data.announcement = Announcement(
             argument_rows=sum(rows) if rows else -1,
-            target_rows=_total(target_rows),
+            target_rows=sum(target_rows) if min(target_rows, default=-1) >= 0 else -1,
             target=of_values,
             shapes=combined_hash(rows, shapes) if arguments.is_list else next(iter(shapes), -1),
             training=int(is_train),
@@ -285,7 +284,3 @@ def _weights_of_means(sizes: Sequence[int], of_batch: Sequence[int]) -> _C.LossW
         return _C.LossWeights(divisor=len(of_batch))
     rows = sum(of_batch)
     return _C.LossWeights(factors=[size / rows for size in sizes])
-
-
-def _total(rows: Sequence[int]) -> int:
-    return sum(rows) if rows and min(rows) >= 0 else -1

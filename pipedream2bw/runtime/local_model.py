@@ -26,7 +26,6 @@ class LocalModel:
 
     Args:
         mode: says on which stages modules are.
-        extensions: of the pipeline.
         without_values: names of the parameters and buffers that are to be loaded.
 
     Attributes:
@@ -211,10 +210,6 @@ class LocalModel:
             lines.append(line)
         return lines
 
-    def _has(self, module: str) -> bool:
-        """Whether the process runs the first of the stages that have a part of the module."""
-        return self._first_stage(module) in self._stages.grid.stages
-
     @functools.cached_property
     def _first_stages(self) -> dict[str, int]:
         """The first stage that has a part of a module, by the names of modules and their parts."""
@@ -250,4 +245,5 @@ class LocalModel:
         mine = self._buffer_names()
         mine |= {name for name, _ in self.named_parameters(remove_duplicate=False)}
         others = root.state_dict(keep_vars=True).keys() - {name for name, _ in parameters} - buffers
-        return mine | {name for name in others if self._has(name.rpartition(".")[0])}
+        here = self._stages.grid.stages
+        return mine | {n for n in others if self._first_stage(n.rpartition(".")[0]) in here}

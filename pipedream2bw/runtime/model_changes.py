@@ -19,10 +19,6 @@ class ModelChanges:
 
     A mode is the capture of one state of what the model's code reads: modules' train and eval
     modes, numbers. It is kept for the next time that the model is in this state.
-
-    Args:
-        modes: the model's captures, one of which has been made.
-        stages: those of this process.
     """
 
     def __init__(self, modes: Modes, stages: LocalStages) -> None:
@@ -44,14 +40,7 @@ class ModelChanges:
         self._has_changed = False
 
     def look(self, *, running: bool) -> None:
-        """Looks at what the script has done since the last time.
-
-        Args:
-            running: whether batches may be being computed.
-
-        Raises:
-            ValueError: stages cannot follow it, or not at this time.
-        """
+        """Looks at what the script has done since the last time, see :meth:`Watch.look`."""
         self._stages.check_written(running=running)
         self._has_changed = self._watch.look(running=running)
 

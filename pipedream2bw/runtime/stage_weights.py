@@ -111,8 +111,9 @@ class StageWeights:
         for name in program.buffers:
             owner, _, leaf = name.rpartition(".")
             self._holders[name] = (root.get_submodule(owner)._buffers, leaf)
-        for holder, leaf in self.buffer_places():
-            holder[leaf] = holder[leaf].to(device)
+        for name, buffer in self.named_buffers().items():
+            holder, leaf = self._holders[name]
+            holder[leaf] = buffer.to(device)
         self.engine = _C.Stage(
             parameters=[handle.detach().to(device) for handle in self.handles],
             names=list(self.trainable),
@@ -170,18 +171,8 @@ class StageWeights:
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """The stage's buffers as they are now, by name."""
-        return {name: holder[leaf] for name, (holder, leaf) in self._places().items()}
-
-    def buffer_places(self) -> list[tuple[dict[str, Any], str]]:
-        """The modules' dictionaries that hold the stage's buffers, and the names there."""
-        return list(self._places().values())
-
-    def _places(self) -> dict[str, tuple[dict[str, Any], str]]:
-        return {
-            name: (holder, leaf)
-            for name, (holder, leaf) in self._holders.items()
-            if holder[leaf] is not None
-        }
+        there = {name: holder[leaf] for name, (holder, leaf) in self._holders.items()}
+        return {name: buffer for name, buffer in there.items() if buffer is not None}
 
     def bind(self, program: StageProgram) -> list[StageFunction]:
         """The program as one function for each weight slot."""
