@@ -96,14 +96,7 @@ def is_layer(node: fx.Node) -> bool:
 
 
 class Draft:
-    """A graph of a model, before it is known what its layers cost.
-
-    Args:
-        root: the model.
-        how, notes: as in :class:`Captured`.
-        traced: the graph.
-        signature: the tensors of the example call.
-    """
+    """A graph of a model, before it is known what its layers cost."""
 
     def __init__(
         self,

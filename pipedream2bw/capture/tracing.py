@@ -37,9 +37,6 @@ def trace(root: nn.Module, signature: CallSignature) -> Traced:
     """Traces ``root`` as the example call calls it.
 
     ``root`` must be a structural clone that nobody else uses: tracing may leave attributes on it.
-
-    Raises:
-        Exception: whatever the root's own forward raises.
     """
     with sources_kept(root) as sources, opaque_calls_recorded():
         tracer = _Tracer(signature, sources)

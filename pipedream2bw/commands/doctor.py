@@ -64,7 +64,11 @@ def examine() -> Machine:
         "system": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
         "devices": _devices(),
-        "backends": [name for name in ("gloo", "nccl", "mpi") if _has_backend(name)],
+        "backends": [
+            name
+            for name in ("gloo", "nccl", "mpi")
+            if dist.is_available() and dist.is_backend_available(name)
+        ],
         "shared_memory": _shared_memory(),
         "compiler": shutil.which(os.environ.get("CXX", "c++")),
         "packages": {name: _version(name) for name in EXTRAS},
@@ -101,10 +105,6 @@ def _devices() -> list[dict[str, Any]]:
             }
         )
     return devices
-
-
-def _has_backend(name: str) -> bool:
-    return dist.is_available() and dist.is_backend_available(name)
 
 
 def _shared_memory() -> dict[str, int] | None:

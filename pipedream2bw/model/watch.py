@@ -143,7 +143,6 @@ class Watch:
     """Compares what a model's code reads with what it was.
 
     Args:
-        root: the model.
         functions: those that stages call later than the script: the loss, the metrics. With names.
         written: names of buffers that the model's forwards are known to write.
         called: the modules whose own call stages make, so that hooks run.

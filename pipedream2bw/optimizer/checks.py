@@ -176,12 +176,7 @@ def _check_kinds(optimizers: Sequence[object]) -> None:
 
 
 def _check_own_ways(session: Session, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses what a stage's step of its own parameters would leave out.
-
-    Raises:
-        TypeError: the instance has another ``step`` than its class.
-        ValueError: a hook of its step knows more than the optimizer that it is given.
-    """
+    """Raises TypeError or ValueError for what a stage's step of its parameters would leave out."""
     name = type(optimizer).__name__
     step = vars(optimizer).get("step")
     # A learning-rate scheduler wraps it, only to count.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..runtime.stage_values import masters_shown
 from ..runtime.stage_weights import StageWeights
-from .fused import Holder, parameters_of
+from .fused import Holder, Holders, parameters_of
 
 _STATE_NAMES = {
     "sgd": ("momentum_buffer",),
@@ -50,7 +50,7 @@ def show_states(groups: Iterable[Holder], stages: Sequence[StageWeights]) -> Non
     }
     for kind, optimizer, group in groups:
         for parameter in group["params"] if kind is not None else ():
-            if id(parameter) in where:
+            if kind is not None and id(parameter) in where:
                 weights, i = where[id(parameter)]
                 if weights.engine.owns(i):
                     optimizer.state[parameter] = read_state(kind, weights, i, group)
@@ -84,12 +84,8 @@ def load_states(
             optimizer.load_state_dict(theirs)
 
 
-def take_states(holders: Mapping[int, Holder], stages: Sequence[StageWeights]) -> None:
-    """Gives the fused passes what is in the optimizers' states.
-
-    Args:
-        holders: by the parameters' id.
-    """
+def take_states(holders: Holders, stages: Sequence[StageWeights]) -> None:
+    """Gives the fused passes what is in the optimizers' states."""
     for weights in stages:
         for i, original in enumerate(weights.originals):
             kind, optimizer, _ = holders[id(original)]

@@ -98,12 +98,7 @@ class StageStepper:
                     group.update(options)
 
     def step(self, update: int, slot: int, divisor: float) -> None:
-        """One step of the weights in a slot; called by the thread of the stage's updates.
-
-        Args:
-            update: its number.
-            divisor: of the learning rates.
-        """
+        """One step of the weights in a slot; called by the thread of the stage's updates."""
         self._make_changes(update)
         for part in self._parts:
             part.step(slot, divisor)
@@ -115,6 +110,10 @@ class StageStepper:
             method = getattr(type(part.optimizer), name, None)
             if method is not None:
                 part.call(method)
+
+
+Steppers = Mapping[tuple[int, int], StageStepper]
+"""Those of several optimizers, by the optimizer's number and the stage."""
 
 
 def steps_in(

@@ -17,7 +17,7 @@ from .clipping import GradNorm
 from .fused import Holder, fused_kind, step_hooks
 from .fused_state import show_states, take_states
 from .own_step import StageStepper, changed_by
-from .restriction import example_state, first_states, options_of
+from .restriction import Names, example_state, first_states, options_of
 from .state_by_name import BesideByPart, StateByName, is_any, states_on
 
 
@@ -142,12 +142,8 @@ class Wrapped(Extension):
         ]
         return {name: beside for of_stage in of_each for name, beside in of_stage.items()}
 
-    def make_room(self, names: Mapping[int, str]) -> None:
-        """Makes room for what is to be loaded. Drained.
-
-        Args:
-            names: of this process's parameters, by their id.
-        """
+    def make_room(self, names: Names) -> None:
+        """Makes room for what is to be loaded. Drained."""
         self.room = [first_states(each, self.weights, names) for each in self.optimizers]
         for number, options in self.own_options().items():
             example = example_state(self.optimizers[number], self.weights, names)
