@@ -1,17 +1,10 @@
-"""Checks of numbers and bools that callers give."""
+"""Checks of numbers that callers give."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
-
-
-def check_bool(name: str, value: object) -> bool:
-    """Returns the value; raises TypeError if it is no bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: {value!r} given, it must be a bool")
-    return value
 
 
 def check_number(

@@ -93,7 +93,7 @@ def register_comm_hook(session: Session, state: object, hook: CommHook) -> CommH
     settings = {"hook": shown(hook), "type of the hook's state": type(state).__qualname__}
     with session.ending.lost_ranks_close():
         session.control.together(make_states, same=settings)
-    session.accumulation.let_hooks_average()
+    session.accumulation.hooks_average = True
     hooks = []
     for stage, own in zip(session.stages, states, strict=True):
         group = session.grid.replica_group(stage.index)
