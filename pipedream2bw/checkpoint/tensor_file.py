@@ -104,9 +104,6 @@ def write_tensors(
 ) -> SavedFile:
     """Writes tensors, one after the other; those of a device come to the CPU one at a time.
 
-    Args:
-        kind, rank: see :class:`SavedFile`.
-
     Raises:
         TypeError: a file cannot hold one of them; nothing has been written.
         ValueError: there are too many.

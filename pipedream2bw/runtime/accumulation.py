@@ -61,11 +61,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def weights_lent_to(self, borrower: str) -> Iterator[None]:
-        """Inside, weights have other values for evaluations, and must be neither read nor changed.
-
-        Args:
-            borrower: the call, for errors.
-        """
+        """Inside, weights have other values for evaluations, and must not be read or changed."""
         before, self._borrower = self._borrower, borrower
         try:
             yield

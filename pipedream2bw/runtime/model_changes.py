@@ -54,11 +54,6 @@ class ModelChanges:
         """A number that ranks have in common if the script has done the same on all of them."""
         return (self._watch.digest << 16) + self._num_followed % 2**15 * 2 + self._has_changed
 
-    @property
-    def mode(self) -> Mode:
-        """The capture for what the model is now, or the first one where there is none yet."""
-        return self._modes.get(self._watch.state, self._first)
-
     def follow(self, drain: Callable[[], None], capture: Callable[[], Mode]) -> Mode:
         """Makes the stages follow what has changed, and gives the mode. Every rank calls it.
 
@@ -67,7 +62,7 @@ class ModelChanges:
             capture: captures the model as it is now, on all ranks.
         """
         if not self._has_changed:
-            return self.mode
+            return self._modes.get(self._watch.state, self._first)
         # What is under way is computed as it began. Modes may differ in their wiring. And torch.fx
         # traces by replacing nn.Module's call for all threads.
         drain()

@@ -191,8 +191,6 @@ class StageRunner:
     """Runs one stage's forwards; called by the stage's executor thread.
 
     Args:
-        stage: the stage of the model.
-        weights: its own.
         options: how the pipeline's stages compute. With ``recompute`` a forward of a train_step is
             called again before its backward.
 

@@ -312,7 +312,7 @@ def share_out(
             of_pipeline.append(StageWeights(model, root, spec, frozenset(names)))
             names.update(of_pipeline[-1].in_root)
         for group in _without_common_parameters(of_pipeline):
-            _make_clones(model, root, group, hooked)
+            _make_clones(root, group, hooked)
         made += of_pipeline
     return made
 
@@ -336,9 +336,7 @@ def _without_common_parameters(stages: Sequence[StageWeights]) -> list[list[Stag
     return groups
 
 
-def _make_clones(
-    model: nn.Module, root: nn.Module, stages: Sequence[StageWeights], hooked: Collection[str]
-) -> None:
+def _make_clones(root: nn.Module, stages: Sequence[StageWeights], hooked: Collection[str]) -> None:
     modules = [root.get_submodule(name) for name in hooked]
     for slot in range(max(stage.engine.num_slots for stage in stages)):
         mapping: dict[nn.Parameter, nn.Parameter] = {}
