@@ -17,10 +17,7 @@ from .. import svg
 from .._C import Schedule
 from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
-from ..model.local_shards import (
-    put_together,
-    refuse_unknown_shards,
-)
+from ..model.local_shards import put_together, refuse_unknown_shards
 from ..model.metrics import Metric
 from ..options import Options
 from ..ranks.mesh import mesh_of
