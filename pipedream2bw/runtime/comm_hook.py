@@ -100,7 +100,7 @@ def register_comm_hook(session: Session, state: object, hook: CommHook) -> CommH
         assert group is not None
         made = StageHook(stage.weights, hook, own, group=group, fault=session.control.fault)
         hooks.append(made)
-        _C.set_hook(stage.weights.engine, while_alive(made.average))
+        _C.set_hook(stage.weights.engine, while_alive(made.average_all))
     held = CommHooks(hooks)
     session.extensions.put(HOOKS, [held])
     return held
@@ -200,7 +200,7 @@ class StageHook:
     def __repr__(self) -> str:
         return shown(self._hook)
 
-    def average(self, buffers: Sequence[torch.Tensor], unscaling: float | None) -> bool:
+    def average_all(self, buffers: Sequence[torch.Tensor], unscaling: float | None) -> bool:
         """Makes gradients the mean over the replicas, in place; False: the pipeline has failed.
 
         Args:
