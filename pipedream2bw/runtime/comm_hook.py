@@ -106,11 +106,6 @@ def register_comm_hook(session: Session, state: object, hook: CommHook) -> CommH
     return held
 
 
-def has_hooks(session: Session) -> bool:
-    """Whether hooks make the gradients of replicas their mean."""
-    return bool(session.extensions.at(HOOKS))
-
-
 def check_hooks(session: Session, *, is_new: bool = False) -> None:
     """Raises ValueError if there are hooks, and updates that do not wait for all stages.
 
@@ -120,7 +115,11 @@ def check_hooks(session: Session, *, is_new: bool = False) -> None:
         is_new: hooks are about to be there.
     """
     has_optimizer = not is_new or session.extensions.at(OPTIMIZER)
-    if (is_new or has_hooks(session)) and has_optimizer and not session.stages.updates_wait:
+    if (
+        (is_new or session.extensions.at(HOOKS))
+        and has_optimizer
+        and not session.stages.updates_wait
+    ):
         raise ValueError(
             f"register_comm_hook: schedule {session.schedule.name!r} and these optimizers make a "
             "stage's update before all stages are through with the batch. Hooks need a schedule of "
@@ -138,7 +137,7 @@ def _check(session: Session, hook: object) -> None:
     except TypeError as error:
         raise TypeError(f"{what}: hook: {shown(hook)} must take (state, bucket): {error}") from None
     refuse(CommHooks.excludes, {**session.facts, what: hook})
-    if has_hooks(session):
+    if session.extensions.at(HOOKS):
         raise ValueError(f"{what}: called twice, a pipeline has one hook")
     session.accumulation.check_between_batches(what)
 

@@ -15,8 +15,8 @@ from .accumulation import BatchPart
 from .local_stages import LocalStage, LocalStages
 from .microbatch import (
     SplitTree,
-    combined_hash,
     common_rows,
+    hash_of,
     hash_of_shapes,
     hash_of_values,
     microbatch_rows,
@@ -108,7 +108,7 @@ class Intake:
             argument_rows=sum(rows) if rows else -1,
             target_rows=sum(target_rows) if min(target_rows, default=-1) >= 0 else -1,
             target=of_values,
-            shapes=combined_hash(rows, shapes) if arguments.is_list else next(iter(shapes), -1),
+            shapes=hash_of((rows, shapes)) if arguments.is_list else next(iter(shapes), -1),
             training=int(is_train),
             ends_batch=-1 if part is None else int(part.ends),
             normalizer=normalizer,
