@@ -65,7 +65,6 @@ class OptimizerSnapshot:
     Made in the main thread before that; its methods are for the thread that copies the stage.
 
     Attributes:
-        optimizers: the wrapped ones.
         options: those of each optimizer's groups, as its user set them.
         seen: the same after the last step, of those that step by themselves.
         extensions: of the optimizer, those that save anything.

@@ -31,8 +31,6 @@ class Wrapped(Extension):
     """The optimizers of one pipeline, as their user made them.
 
     Attributes:
-        optimizers: as given.
-        weights: of this process's stages.
         kinds: of each optimizer the fused pass that computes it; None: its own step.
         steppers: of those with their own step, by number and stage.
         seen: their groups' options as the last step saw them, by number.

@@ -40,8 +40,7 @@ class ControlPlane:
         name: of the pipeline, the same on every rank.
 
     Attributes:
-        deadline: as given.
-        fault, timeout: its own.
+        deadline: as given; fault, timeout: its own.
         peers: the processes of all ranks; None with one rank, and once the agreement has ended.
         discards: the first batch that is discarded.
         untold: what this rank raised and could not tell, since others waited for what it left.

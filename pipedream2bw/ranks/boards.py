@@ -96,8 +96,6 @@ class RowExchange:
 
     Args:
         group: of all ranks' hosts. Every rank makes it.
-        row_size: numbers in a row.
-        deadline: ends waiting while it is made.
 
     Attributes:
         machines: the ranks on each.
