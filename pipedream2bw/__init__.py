@@ -21,7 +21,7 @@ set_variables()
 
 from . import errors
 from ._C import Schedule
-from .capture.device_figures import KNOWN_DEVICES, DeviceFigures
+from .capture.device_figures import DeviceFigures
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.load import load
 from .checkpoint.preemption import Preempted
@@ -46,50 +46,9 @@ from .schedules.events import Event
 from .schedules.load import load_schedule, make_schedule, schedule_names
 
 if TYPE_CHECKING:
-    from .extras import (
-        ActionTraffic,
-        BubbleWork,
-        DataStalls,
-        IdleSlot,
-        InBubbles,
-        OkTopkState,
-        ReplicaSync,
-        SkewScout,
-        StageTraffic,
-        TrafficReport,
-        data_stalls,
-        idle_slots,
-        linear_cross_entropy,
-        ok_topk_hook,
-        place_work,
-        stream_weights,
-        traffic_report,
-    )
-    from .pictures import (
-        Picture,
-        draw_text,
-        draw_timeline,
-        read_events,
-        write_events,
-        write_trace,
-    )
-    from .planner import (
-        Alternative,
-        Calibration,
-        Cluster,
-        DeviceType,
-        HostCosts,
-        Plan,
-        Profile,
-        Simulation,
-        StagePlan,
-        calibrate,
-        draw_plan,
-        fastest_v_schedule,
-        plan,
-        profile,
-        simulate,
-    )
+    from .extras import *
+    from .pictures import *
+    from .planner import *
 
 __version__ = "0.1.0"
 __all__ = [

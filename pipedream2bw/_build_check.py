@@ -62,11 +62,7 @@ def check(built: TorchBuild, loaded: TorchBuild) -> None:
 
 
 def check_range(version: str) -> None:
-    """Refuses a torch that is older than any that the package can be built for.
-
-    Raises:
-        ImportError: names the range and the way out.
-    """
+    """Raises ImportError if torch is older than any that the package can be built for."""
     if tuple(map(int, version.split(".")[:2])) < OLDEST_TORCH:
         raise ImportError(
             f"torch {version} is loaded, pipedream2bw needs {_OLDEST} or newer (tested up to "

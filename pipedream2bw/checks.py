@@ -1,17 +1,10 @@
-"""Checks of numbers and bools that callers give."""
+"""Checks of numbers that callers give."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
-
-
-def check_bool(name: str, value: object) -> bool:
-    """Returns the value; raises TypeError if it is no bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: {value!r} given, it must be a bool")
-    return value
 
 
 def check_number(
@@ -53,12 +46,7 @@ def bounds(above: float = 0.0, at_least: float | None = None, below: float | Non
 def check_whole_number(
     name: str, value: object, at_least: int = 1, at_most: int | None = None
 ) -> None:
-    """Checks that a value is an int within bounds, both of which are allowed.
-
-    Raises:
-        TypeError: the value is not an int.
-        ValueError: the value is out of bounds.
-    """
+    """Raises TypeError if a value is no int, ValueError if it is not within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {value!r} given, it must be an int")
     if value < at_least:

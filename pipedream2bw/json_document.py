@@ -144,11 +144,7 @@ def _hints(made: type) -> dict[str, Any]:
 
 
 def parse_document(text: bytes, kind: str, version: int) -> Field:
-    """The fields of a JSON document of this format and version, without these two.
-
-    Raises:
-        ValueError: it is not JSON, or of another format or version.
-    """
+    """As :func:`fields_of`, of the document's text."""
     return fields_of(parse_json(text), kind, version)
 
 

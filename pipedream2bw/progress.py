@@ -21,16 +21,13 @@ def progress(what: str, total: int | None = None) -> Iterator[Begin]:
 
     The bar is tqdm's, and it is gone at the end. Nothing is shown where tqdm is not installed,
     where stderr is no terminal, and on ranks but the first.
-
-    Args:
-        what: its name.
-        total: steps, if they are known.
     """
     begun: list[str] = []
     ended = threading.Event()
     shown = threading.Thread(target=_show, args=(what, total, begun, ended), name="progress bar")
     shown.daemon = True
-    if _is_watched():
+    is_watched = sys.stderr is not None and sys.stderr.isatty()
+    if is_watched and os.environ.get("RANK", "0") == "0":
         shown.start()
     try:
         yield begun.append
@@ -38,10 +35,6 @@ def progress(what: str, total: int | None = None) -> Iterator[Begin]:
         ended.set()
         if shown.is_alive():
             shown.join()
-
-
-def _is_watched() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
 
 
 def _show(what: str, total: int | None, begun: list[str], ended: threading.Event) -> None:

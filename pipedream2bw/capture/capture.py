@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from ..model.surroundings import plain_modes
+from ..progress import progress
 from .arguments import CallSignature
 from .captured import Captured, Draft
 from .chain import ModuleChain, as_root, call_chained
@@ -86,8 +87,12 @@ def capture(
                 demand=why_not or (lambda captured: None),
                 reasons=reasons,
             )
-            captured = search.capture(prefer)
-        return _checked(root, captured)
+            with progress(f"capture of {type(root).__name__}") as begin:
+                captured = search.capture(prefer, begin)
+        if captured.found.unfit is not None:
+            raise ValueError(f"the model ({type(root).__name__}): {captured.found.unfit}")
+        error = captured.found.error
+        return captured if error is None else explained(root, captured, error)
 
 
 def split_model_args(
@@ -121,16 +126,6 @@ def _check_rows(signature: CallSignature, replicated: set[str]) -> None:
                 "tensor is split into microbatches along dimension 0. Name a tensor in replicated= "
                 "to pass it whole"
             )
-
-
-def _checked(root: nn.Module, captured: Captured) -> Captured:
-    """Refuses a model that no graph can stand for."""
-    if captured.found.unfit is not None:
-        raise ValueError(f"the model ({type(root).__name__}): {captured.found.unfit}")
-    error = captured.found.error
-    if error is None:
-        return captured
-    return explained(root, captured, error)
 
 
 def _why_not_sequential(

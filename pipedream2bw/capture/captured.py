@@ -90,20 +90,8 @@ class Captured:
         return not frozenset().union(*storages).isdisjoint(frozenset().union(*self.found.writes))
 
 
-def is_layer(node: fx.Node) -> bool:
-    """Tells whether a node of a captured graph computes, and so may be the first of a stage."""
-    return node.op in ("call_module", "call_function", "call_method")
-
-
 class Draft:
-    """A graph of a model, before it is known what its layers cost.
-
-    Args:
-        root: the model.
-        how, notes: as in :class:`Captured`.
-        traced: the graph.
-        signature: the tensors of the example call.
-    """
+    """A graph of a model, before it is known what its layers cost."""
 
     def __init__(
         self,
@@ -122,7 +110,7 @@ class Draft:
         graph = traced.graph
         self._names = _Names(root, _constants(root, graph, traced.module))
         gather_lookups(graph, self._names.module_of, lambda node: self._names.used_by(node)[0])
-        self._layers = [node for node in graph.nodes if is_layer(node)]
+        self._layers = [node for node in graph.nodes if node.op.startswith("call_")]
         self._uses = [self._names.used_by(node) for node in self._layers]
 
     @property

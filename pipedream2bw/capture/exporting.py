@@ -48,8 +48,7 @@ def export(
         dynamic_shapes: whether sizes beside the number of rows are left open where the model does.
 
     Raises:
-        Exception: whatever torch.export raises.
-        HookedError: a module has hooks.
+        Exception: whatever torch.export raises, or HookedError.
         SpecializedError: the number of rows was fixed.
         BackwardLostError: the forward calls a custom autograd function, or registers a hook.
     """

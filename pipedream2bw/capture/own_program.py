@@ -109,13 +109,8 @@ def why_unfit(
     Args:
         model: a clone on trial, whose forward runs: three times if the first one changes an
             attribute.
-        examples: the tensors of ``call``.
-        call: the example call.
         whole: as in :class:`PlainAttributes`.
         difference: how the graph differs from what the model calls; None: it does not.
-
-    Raises:
-        Exception: whatever the forward raises.
     """
 
     def run(calls: OperatorCalls, *, records: bool = True) -> OperatorCalls:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..model.clone import structural_clone, trial_copy
 from ..model.sources import sources_kept
-from ..progress import Begin, progress
+from ..progress import Begin
 from .arguments import CallSignature
 from .bytecode import read_bytecode
 from .captured import Captured, Draft, first_layers
@@ -39,12 +39,8 @@ class Search:
     demand: Callable[[Captured], str | None]
     reasons: list[str] = dataclasses.field(default_factory=list)
 
-    def capture(self, prefer: str | None) -> Captured:
+    def capture(self, prefer: str | None, begin: Begin) -> Captured:
         """The best capture; ``prefer`` is tried first. ValueError if no way serves."""
-        with progress(f"capture of {type(self.root).__name__}") as begin:
-            return self._capture(prefer, begin)
-
-    def _capture(self, prefer: str | None, begin: Begin) -> Captured:
         root, signature = self.root, self.signature
         second_best: list[Draft] = []
         ways = ("fx", "export", "dynamo")

@@ -40,11 +40,7 @@ class _Container:
 
 
 def template_of(value: Any, path: str, keys: tuple[str, ...], tensors: list[TensorLeaf]) -> Any:
-    """What :func:`collect` takes a value of a later call apart by; adds its tensors to ``tensors``.
-
-    Args:
-        path, keys: as those of :class:`TensorLeaf`.
-    """
+    """What :func:`collect` takes a later call's value apart by; adds to ``tensors`` this one's."""
     if isinstance(value, torch.Tensor):
         leaf = TensorLeaf(path, _identifier(path), keys, value)
         tensors.append(leaf)

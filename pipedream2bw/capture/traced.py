@@ -31,8 +31,8 @@ class Traced:
     changes_attributes: bool = True
 
 
-def reason_of(error: BaseException, limit: int = 200) -> str:
+def reason_of(error: BaseException) -> str:
     """Describes an error in a line: its type and the first line of its text."""
     text = " ".join(next(iter(str(error).strip().splitlines()), "").split())
-    text = text if len(text) <= limit else text[: limit - 3] + "..."
+    text = text if len(text) <= 200 else text[:197] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

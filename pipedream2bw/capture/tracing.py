@@ -37,9 +37,6 @@ def trace(root: nn.Module, signature: CallSignature) -> Traced:
     """Traces ``root`` as the example call calls it.
 
     ``root`` must be a structural clone that nobody else uses: tracing may leave attributes on it.
-
-    Raises:
-        Exception: whatever the root's own forward raises.
     """
     with sources_kept(root) as sources, opaque_calls_recorded():
         tracer = _Tracer(signature, sources)
@@ -142,7 +139,8 @@ class _Tracer(fx.Tracer):
             return result
         except Exception as error:
             self._sources.restore(before)
-            self._restore_buffers()
+            for holder, leaf, buffer in self._buffers:
+                holder[leaf] = buffer
             self.module_stack.clear()
             self.module_stack.update(scopes)
             self.num_calls = calls
@@ -151,7 +149,11 @@ class _Tracer(fx.Tracer):
             # In torch 2.9 the hooks of a checkpoint that was left by an exception stay until its
             # frame goes, and the next node would be refused for them.
             traceback.clear_frames(error.__traceback__)
-            return super().call_module(m, forward=_LeafCall(self, path), args=args, kwargs=kwargs)
+
+            def called_whole(*args: Any, **kwargs: Any) -> Any:
+                return self.create_proxy("call_module", path, args, kwargs)
+
+            return super().call_module(m, called_whole, args, kwargs)
 
     def _refuse_assigned_buffers(self, m: nn.Module) -> None:
         """The graph would compute the new tensor, but no module would get it."""
@@ -159,10 +161,6 @@ class _Tracer(fx.Tracer):
         for holder, leaf, buffer in self._buffers:
             if id(holder) in below and holder.get(leaf) is not buffer:
                 raise UntraceableError(f"the forward assigns another tensor to the buffer {leaf}")
-
-    def _restore_buffers(self) -> None:
-        for holder, leaf, buffer in self._buffers:
-            holder[leaf] = buffer
 
     def _erase_after(self, last: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -174,17 +172,6 @@ class _Tracer(fx.Tracer):
         for name, now in _ambient_modes().items():
             if now != self._modes[name]:
                 raise UntraceableError(f"{name} is changed inside the forward")
-
-
-class _LeafCall:
-    """Stands in for the forward of a module that could not be traced."""
-
-    def __init__(self, tracer: fx.Tracer, path: str) -> None:
-        self._tracer = tracer
-        self._path = path
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tracer.create_proxy("call_module", self._path, args, kwargs)
 
 
 def _ambient_modes() -> dict[str, Any]:

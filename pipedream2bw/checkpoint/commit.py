@@ -63,11 +63,7 @@ class Saves(NamedTuple):
 
 
 def look(folder: Folder, step: int | None = None) -> Saves:
-    """Looks which folders of saves are checkpoints.
-
-    Args:
-        step: those of one batch; None: all.
-    """
+    """Looks which folders of saves, of one batch or of all, are checkpoints."""
     found = Saves([], [])
     for name in folder.saves():
         if step is not None and step != step_of(name):
@@ -171,11 +167,7 @@ def remove(folder: Folder, name: str) -> None:
 
 
 def set_aside(folder: Folder, name: str, why: str) -> None:
-    """Lets nobody take a checkpoint any more; all of it stays.
-
-    Args:
-        why: :data:`CORRUPT` or :data:`ABANDONED`.
-    """
+    """Marks a checkpoint as corrupt or abandoned, so that nobody takes it; all of it stays."""
     folder.write_nothing(name, why)
     folder.sync(name)
 

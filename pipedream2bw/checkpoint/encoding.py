@@ -99,11 +99,7 @@ def _pairs(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor
 
 
 def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value of which :func:`encode` made the document.
-
-    Raises:
-        ValueError: it is none; names what is wrong.
-    """
+    """The value of which :func:`encode` made the document; ValueError if it made none such."""
     if isinstance(document, list):
         return [decode(item, tensors) for item in document]
     if not isinstance(document, dict):

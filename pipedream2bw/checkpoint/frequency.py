@@ -86,11 +86,7 @@ class Frequency:
         self._disturbed.clear()
 
     def save_ended(self, seconds: float) -> None:
-        """Learns what a save cost.
-
-        Args:
-            seconds: from its beginning to the whole checkpoint.
-        """
+        """Learns what a save cost, which took so many seconds until the checkpoint was whole."""
         if not self.is_auto or not self._undisturbed:
             return
         # The mean, as sums are compared: where batches are disturbed the median is less.

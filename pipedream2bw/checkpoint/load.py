@@ -268,11 +268,7 @@ def _restore(
     load: Callable[[Any], object],
     former: Callable[[], Any],
 ) -> None:
-    """Gives one of the user's objects its state, and ``undo`` what gives it back the former one.
-
-    Raises:
-        ValueError: the object refuses it; names the object.
-    """
+    """Gives one of the user's objects its state, and ``undo`` what gives it back the former one."""
 
     def give_back(kept: Any) -> None:
         try:
@@ -350,7 +346,7 @@ class _Prepared:
                     [*group, *(name for name, saved in self._expanded.items() if saved in group)]
                     for group in each["members"]
                 ]
-            opt.check_snapshot(self._shared)
+            opt.snapshot().check(self._shared)
             if ("late_forwards" in self._shared) != session.has_fresh_forwards:
                 theirs = self._shared.get("late_forwards", {}).get("late_forwards")
                 log.warning(

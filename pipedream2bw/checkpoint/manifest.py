@@ -113,12 +113,7 @@ def weights_index(files: Mapping[str, SavedFile]) -> bytes:
 
 
 def of_bytes(text: bytes) -> Manifest:
-    """The manifest in a file.
-
-    Raises:
-        DamagedCheckpoint: it is not what was written.
-        ValueError: it is of another version.
-    """
+    """The manifest in a file's bytes; raises as :func:`read_manifest`."""
     try:
         check_sum(text)
         value = parse_json(text)
@@ -136,10 +131,7 @@ def of_bytes(text: bytes) -> Manifest:
 
 
 def read_manifest(folder: Folder, name: str) -> Manifest:
-    """Reads the manifest of a checkpoint.
-
-    Args:
-        name: of its folder.
+    """Reads the manifest of the checkpoint whose folder has this name.
 
     Raises:
         DamagedCheckpoint: it is missing or not what was written.

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import Sampler
 
 from .. import _C
-from ..checks import check_bool, check_microbatches_of_replicas, check_whole_number
+from ..checks import check_microbatches_of_replicas, check_whole_number
+from ..rules import BOOL
 
 _STATE = ("seed", "length", "shuffle", "position")
 
@@ -72,7 +73,7 @@ class ResumableSampler(Sampler[list[int]]):
         check_whole_number("width", width)
         check_whole_number("replica", replica, at_least=0, at_most=width - 1)
         check_whole_number("seed", seed, at_least=0, at_most=2**63 - 1)
-        check_bool("shuffle", shuffle)
+        BOOL.check("shuffle", shuffle)
         parts = (1,) * width
         if num_microbatches is not None:
             parts = check_microbatches_of_replicas(num_microbatches, width)

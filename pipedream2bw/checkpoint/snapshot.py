@@ -269,10 +269,8 @@ class _StageCopier:
 
     Attributes:
         oldest: the oldest version that is copied.
-        all_versions: as for :func:`begin_snapshot`.
         tied: further names of parameters, and the first one of each.
         parts: of parameters, by name, that this process saves a shard of.
-        in_model: as for :func:`begin_snapshot`.
         model: is asked for what the stage's modules keep beside buffers; None: another process is.
     """
 

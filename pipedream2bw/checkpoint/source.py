@@ -34,12 +34,6 @@ _HEADER_BYTES = 2**18
 class Source:
     """A checkpoint to read from.
 
-    Args:
-        name: of its folder.
-
-    Attributes:
-        manifest: what it says.
-
     Raises:
         DamagedCheckpoint, ValueError: see :func:`read_manifest`.
     """
@@ -69,11 +63,7 @@ class Source:
             pass
 
     def check_tensor(self, name: str, file_name: str) -> None:
-        """Raises DamagedCheckpoint if a tensor's bytes are not those that were written.
-
-        Args:
-            name: as the file has it.
-        """
+        """Raises DamagedCheckpoint if a tensor's bytes are not those that were written."""
         for _ in self._tensors({name: file_name}, keep=False):
             pass
 

@@ -104,9 +104,6 @@ def write_tensors(
 ) -> SavedFile:
     """Writes tensors, one after the other; those of a device come to the CPU one at a time.
 
-    Args:
-        kind, rank: see :class:`SavedFile`.
-
     Raises:
         TypeError: a file cannot hold one of them; nothing has been written.
         ValueError: there are too many.
@@ -146,11 +143,7 @@ def write_tensors(
 
 
 def read_header(file: io.BufferedIOBase, saved: SavedFile) -> dict[str, Entry]:
-    """The tensors in a file.
-
-    Raises:
-        ValueError: its header is not the one that was written.
-    """
+    """The tensors in a file; ValueError if its header is not the one that was written."""
     start = file.read(8)
     length = int.from_bytes(start, "little")
     _check_room(len(saved.tensors), length)
@@ -197,9 +190,9 @@ def read_tensor(
         ValueError: the file ends before.
     """
     size = entry.end - entry.begin
-    tensor = torch.empty(entry.shape, dtype=entry.dtype) if keep else torch.empty(0)
-    bytes_of = tensor.flatten().view(torch.uint8) if keep else _chunk(size)
-    data = bytes_of.numpy().data
+    shape, dtype = (entry.shape, entry.dtype) if keep else (min(size, _CHUNK_BYTES), torch.uint8)
+    tensor = torch.empty(shape, dtype=dtype)
+    data = tensor.flatten().view(torch.uint8).numpy().data
     file.seek(entry.begin)
     crc = 0
     for first in range(0, size, _CHUNK_BYTES):
@@ -210,7 +203,3 @@ def read_tensor(
             raise ValueError(f"{size} bytes at {entry.begin}: the file ends before")
         crc = zlib.crc32(chunk, crc)
     return tensor, crc
-
-
-def _chunk(size: int) -> torch.Tensor:
-    return torch.empty(min(size, _CHUNK_BYTES), dtype=torch.uint8)

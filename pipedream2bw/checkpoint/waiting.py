@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
 from ..ranks.deadline import CallInThread
-from ..ranks.operations import Finished, Operation
+from ..ranks.operations import Answer, Operation
 from ..runtime.session import Session
 from .folder import Folder
 
@@ -58,11 +58,7 @@ class FolderCall(CallInThread[_Result]):
         self._seen = (-1, 0.0)  # how often the file system had been called, and since when
 
     def is_done(self, seconds: float = math.inf) -> bool:
-        """Waits for so many seconds at most; says whether it is done.
-
-        Raises:
-            TimeoutError: the file system hangs.
-        """
+        """Waits so many seconds at most; says whether it is done. TimeoutError if it hangs."""
         if done_by(self.result, time.monotonic() + seconds, self._hangs):
             return True
         if self._hangs():
@@ -88,13 +84,10 @@ def wait_together(session: Session, operation: Operation, is_done: Callable[[], 
     Raises:
         Exception: what ``is_done`` raised on any rank.
     """
-
-    def sign() -> Finished:
-        return Finished(is_done())
-
     with session.ending.lost_ranks_close():
         for number in itertools.count():
-            if all(rank.is_done for rank in session.agree(operation, number, sign)):
+            answers = session.agree(operation, number, lambda: Answer(is_done()))
+            if all(rank.is_yes for rank in answers):
                 return
 
 

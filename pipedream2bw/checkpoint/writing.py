@@ -46,16 +46,13 @@ class Writer:
     """Writes a process's part of a checkpoint; one thread for each.
 
     Attributes:
-        name: of the checkpoint's folder.
         manifest: what every rank knows of it when the save begins.
         own: what is this rank's own, known then.
-        num_ranks: that save.
         is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
         has_failed: says whether it has by a failure, so that other ranks may have ended, too.
         timeout: seconds that a rank waits for the others' parts.
         runs: whose earlier checkpoint of the batch may be removed; None: any.
         then: called on rank 0 when the checkpoint is whole; must not raise.
-        written: files of tensors.
     """
 
     folder: Folder
@@ -169,11 +166,7 @@ class Writer:
         self.folder.write(self.name, file_name, data=json.dumps(value).encode())
 
     def _told_by(self, rank: int, names: Collection[str]) -> dict[str, Any] | None:
-        """A rank's part, or what failed there; None as long as neither is there as a whole.
-
-        Args:
-            names: of the files that are there.
-        """
+        """A rank's part, or what failed there; None while no whole one is among the files."""
         for file_name in (failed_name(rank), part_name(rank)):
             if file_name in names:
                 with contextlib.suppress(OSError, ValueError):

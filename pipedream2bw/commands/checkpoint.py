@@ -138,12 +138,7 @@ def _listed(folder: Folder, name: str) -> dict[str, Any]:
     listed: dict[str, Any] = {
         "step": step_of(name),
         "folder": name,
-        "written": None,
-        "bytes": None,
-        "parameters": None,
-        "schedule": None,
-        "stages": None,
-        "width": None,
+        **dict.fromkeys(("written", "bytes", "parameters", "schedule", "stages", "width")),
         "damage": damage,
     }
     with contextlib.suppress(NotImplementedError):  # the place does not say

@@ -45,7 +45,23 @@ class Machine(dict[str, Any]):
     """What this machine has, as JSON can hold it; printed as the command prints it."""
 
     def __str__(self) -> str:
-        return _report(self)
+        memory = self["shared_memory"]
+        rows = {
+            "pipedream2bw": f"{self['pipedream2bw']}, built for {self['built_for']}",
+            "torch": self["torch"],
+            "python": f"{self['python']} ({sys.executable})",
+            "system": f"{self['system']}, {self['cores']} cores",
+            "devices": _named(self["devices"]),
+            "backends": ", ".join(self["backends"]) or "none",
+            "shared memory": "none"
+            if memory is None
+            else f"{format_bytes(memory['free'])} of {format_bytes(memory['total'])} free",
+            "compiler": self["compiler"] or "none",
+            **{name: version or "none" for name, version in self["packages"].items()},
+        }
+        lines = [f"problem: {problem}" for problem in self["problems"]] or ["training works here"]
+        lines += [f"{what:14} {here}" for what, here in rows.items()]
+        return "\n".join([*lines, *(f"note: {note}" for note in self["notes"])])
 
     def _repr_html_(self) -> str:
         first, rest = str(self).split("\n", 1)
@@ -64,7 +80,11 @@ def examine() -> Machine:
         "system": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
         "devices": _devices(),
-        "backends": [name for name in ("gloo", "nccl", "mpi") if _has_backend(name)],
+        "backends": [
+            name
+            for name in ("gloo", "nccl", "mpi")
+            if dist.is_available() and dist.is_backend_available(name)
+        ],
         "shared_memory": _shared_memory(),
         "compiler": shutil.which(os.environ.get("CXX", "c++")),
         "packages": {name: _version(name) for name in EXTRAS},
@@ -101,10 +121,6 @@ def _devices() -> list[dict[str, Any]]:
             }
         )
     return devices
-
-
-def _has_backend(name: str) -> bool:
-    return dist.is_available() and dist.is_backend_available(name)
 
 
 def _shared_memory() -> dict[str, int] | None:
@@ -157,26 +173,6 @@ def _notes(found: dict[str, Any]) -> list[str]:
     if found["compiler"] is None:
         notes.append("no C++ compiler: the package cannot be built again here")
     return notes
-
-
-def _report(found: dict[str, Any]) -> str:
-    memory = found["shared_memory"]
-    rows = {
-        "pipedream2bw": f"{found['pipedream2bw']}, built for {found['built_for']}",
-        "torch": found["torch"],
-        "python": f"{found['python']} ({sys.executable})",
-        "system": f"{found['system']}, {found['cores']} cores",
-        "devices": _named(found["devices"]),
-        "backends": ", ".join(found["backends"]) or "none",
-        "shared memory": "none"
-        if memory is None
-        else f"{format_bytes(memory['free'])} of {format_bytes(memory['total'])} free",
-        "compiler": found["compiler"] or "none",
-        **{name: version or "none" for name, version in found["packages"].items()},
-    }
-    lines = [f"problem: {problem}" for problem in found["problems"]] or ["training works here"]
-    lines += [f"{what:14} {here}" for what, here in rows.items()]
-    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
 
 
 def _named(devices: list[dict[str, Any]]) -> str:

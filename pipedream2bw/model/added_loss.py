@@ -139,9 +139,10 @@ def add_loss(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             f"add_loss: value: shape {list(value.shape)}, it must be one number, the mean (or sum) "
             "over the microbatch"
         )
-    if _is_in_backward():
+    if torch._C._current_graph_task_id() != -1:  # in a backward
         # Under a checkpoint that saves tensors by hooks the first forward's node stays.
-        if torch.is_grad_enabled() and not _saves_by_hooks():
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if torch.is_grad_enabled() and hooks is None:
             raise RuntimeError(
                 "add_loss: called again by torch.utils.checkpoint(use_reentrant=True), where it "
                 "is lost: set use_reentrant=False"
@@ -214,11 +215,3 @@ def _exported() -> Any:
         return torch.empty_like(x)
 
     return operator
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _saves_by_hooks() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -232,11 +232,7 @@ def parts_here(root: nn.Module, number: int, num_parts: int) -> dict[str, Part]:
 def put_together(
     of_shards: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]
 ) -> dict[str, Any]:
-    """The whole of what each process of a stage has, in their order.
-
-    Raises:
-        ValueError: something that is no shard differs between them.
-    """
+    """The whole of what a stage's processes have; ValueError if what is no shard differs."""
     first, *others = of_shards
     whole = dict(first)
     for name in first:

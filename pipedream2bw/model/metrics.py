@@ -70,11 +70,7 @@ def refuse_no_graph() -> NoReturn:
 
 
 def refuse_other_weights(loss: torch.Tensor, mine: Iterable[torch.Tensor]) -> None:
-    """Raises WrongLossError if a loss trains other tensors than the stage's and its inputs.
-
-    Args:
-        mine: the stage's weights, and what it was sent.
-    """
+    """Raises WrongLossError if a loss trains other tensors than the stage's and its inputs."""
     known = set(map(id, mine))
     if loss.is_leaf and id(loss) not in known:  # as torch.tensor(..., requires_grad=True) is
         refuse_no_graph()

@@ -20,11 +20,6 @@ _NOTHING = contextlib.nullcontext()
 class Precision:
     """What ``precision=`` and the options beside it of a pipeline mean for its model.
 
-    Args:
-        root: the model.
-        options: checked.
-        device_type: the type of the model's device.
-
     Raises:
         ValueError: the device, or a parameter, does not go with the precision.
     """

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -137,16 +137,16 @@ class Reads:
 
     def _scan(self, function: types.FunctionType) -> None:
         code = _scanned(function.__code__)
-        self.names |= code.attributes
-        self.assigned |= code.assigned
-        self.written |= code.written
+        self.names |= code["attribute"]
+        self.assigned |= code["assigned"]
+        self.written |= code["written"]
         if is_foreign(function):
             return
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        places: list[tuple[str, Any]] = [each for each in cells if each[0] in code.variables]
-        places += [(name, function.__globals__) for name in code.globals]
+        places: list[tuple[str, Any]] = [each for each in cells if each[0] in code["variable"]]
+        places += [(name, function.__globals__) for name in code["global"]]
         for name, holder in places:
-            if name not in code.set_variables:
+            if name not in code["set"]:
                 self.bindings[id(holder), name] = holder
                 self.follow(name, bound(holder, name))
 
@@ -193,46 +193,28 @@ def _has_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Code:
-    """What one function's bytecode names."""
-
-    attributes: frozenset[str]
-    assigned: frozenset[str]
-    globals: frozenset[str]
-    variables: frozenset[str]  # of closures
-    set_variables: frozenset[str]  # globals and variables of closures that it assigns
-    written: frozenset[str]
-
-
 @functools.lru_cache(maxsize=4096)
-def _scanned(code: types.CodeType) -> _Code:
-    by_kind: dict[str, set[str]] = {}
-    texts: set[str] = set()
+def _scanned(code: types.CodeType) -> Mapping[str, set[str]]:
+    """What one function's bytecode names, by the kinds of :data:`_KINDS`, and what it writes to."""
+    found = {kind: set[str]() for kind in ("", "written", *_KINDS.values())}
     by_line: dict[int, set[str]] = {}
     writing: set[int] = set()
     for each in _with_inner(code):
         for constant in each.co_consts:
             parts = constant if isinstance(constant, tuple) else (constant,)
-            texts.update(part for part in parts if isinstance(part, str) and part.isidentifier())
+            texts = (part for part in parts if isinstance(part, str))
+            found["attribute"].update(text for text in texts if text.isidentifier())
         line = 0
         for step in dis.get_instructions(each):
             line = _line_of(step) or line
             named = step.argval if isinstance(step.argval, tuple) else (step.argval,)
             names = {name for name in named if isinstance(name, str)}
-            by_kind.setdefault(_KINDS.get(step.opname, ""), set()).update(names)
+            found[_KINDS.get(step.opname, "")].update(names)
             by_line.setdefault(line, set()).update(names)
             if step.opname in _WRITING or any(map(_writes, names)):
                 writing.add(line)
-    attributes = by_kind.get("attribute", set())
-    return _Code(
-        attributes=frozenset(attributes | texts),
-        assigned=frozenset(by_kind.get("assigned", ())),
-        globals=frozenset(by_kind.get("global", ())),
-        variables=frozenset(by_kind.get("variable", ())),
-        set_variables=frozenset(by_kind.get("set", ())),
-        written=frozenset().union(*(by_line[line] for line in writing)),
-    )
+    found["written"].update(*(by_line[line] for line in writing))
+    return found
 
 
 def _line_of(step: dis.Instruction) -> int | None:
@@ -261,10 +243,10 @@ _KINDS = {
     "DELETE_ATTR": "assigned",
     "LOAD_GLOBAL": "global",
     "LOAD_NAME": "global",
-    "LOAD_DEREF": "variable",
+    "LOAD_DEREF": "variable",  # of a closure
     "LOAD_CLASSDEREF": "variable",
     "LOAD_FROM_DICT_OR_DEREF": "variable",
     "LOAD_FROM_DICT_OR_GLOBALS": "global",
-    "STORE_GLOBAL": "set",
+    "STORE_GLOBAL": "set",  # of globals and closures
     "STORE_DEREF": "set",
 }

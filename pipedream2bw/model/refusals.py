@@ -39,13 +39,10 @@ def refuse_untrainable(root: nn.Module, loss_fn: object = None) -> None:
             "parts of it; register them on modules inside it"
         )
     for name, parameter in root.named_parameters():
-        _refuse_lazy("parameter", name, parameter)
-        _refuse_inference(name, parameter)
+        _refuse_tensor("parameter", name, parameter)
         _refuse_parameter(name, parameter)
     for name, buffer in root.named_buffers():
-        _refuse_lazy("buffer", name, buffer)
-        _refuse_inference(name, buffer)
-        _refuse_wrapper("buffer", name, buffer)
+        _refuse_tensor("buffer", name, buffer)
     _refuse_several_devices(root)
     _refuse_aliases(root)
     _refuse_views(root)
@@ -155,23 +152,22 @@ def _refuse_module(name: str, module: nn.Module) -> None:
         )
 
 
-def _refuse_inference(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_inference():  # autograd keeps none
-        raise ValueError(
-            f"{name}: made in inference_mode(), a model to be trained must not be: make the model "
-            "outside it"
-        )
-
-
-def _refuse_lazy(kind: str, name: str, tensor: torch.Tensor) -> None:
+def _refuse_tensor(kind: str, name: str, tensor: torch.Tensor) -> None:
     if nn.parameter.is_lazy(tensor):
         raise ValueError(
             f"{kind} {name!r} is lazy and has no shape yet: run one forward of the model on real "
             "input before building the pipeline"
         )
-
-
-def _refuse_wrapper(kind: str, name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_inference():  # autograd keeps none
+        raise ValueError(
+            f"{name}: made in inference_mode(), a model to be trained must not be: make the model "
+            "outside it"
+        )
+    if kind == "parameter" and is_dtensor(tensor):
+        raise ValueError(
+            f"parameter {name}: a DTensor, it must be a plain tensor: give the model to "
+            "pipedream2bw.use_local_shards() first"
+        )
     is_wrapper = is_traceable_wrapper_subclass(tensor)
     if is_wrapper:
         raise ValueError(
@@ -182,12 +178,6 @@ def _refuse_wrapper(kind: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
-    if is_dtensor(parameter):
-        raise ValueError(
-            f"parameter {name}: a DTensor, it must be a plain tensor: give the model to "
-            "pipedream2bw.use_local_shards() first"
-        )
-    _refuse_wrapper("parameter", name, parameter)
     if parameter.is_complex():
         raise ValueError(
             f"parameter {name!r} has dtype {parameter.dtype}: a pipeline takes real floating-point "

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
 import itertools
@@ -70,12 +69,9 @@ class _Value:
         return repr(self.value) if self.is_plain else f"another {type(self.value).__name__}"
 
 
-class _Missing:
-    """Stands for a value that is not there."""
-
-
-_MISSING = _Missing()
+_MISSING = object()
 _GONE = _Value(_MISSING)
+"""Stands for a value that is not there."""
 
 
 @dataclasses.dataclass
@@ -100,19 +96,19 @@ class _Place:
     is_program: bool = True
     must_stay: str | None = None
     is_counted: bool = False
-    get: Callable[[], Any] = dataclasses.field(init=False)
     values: dict[Any, _Value] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        two = (*self.keys, *self.keys[:1])  # of one key alone a getter gives no tuple
-        get: Callable[[Any], Any] = operator.attrgetter(*two) if self.keys else copy.copy
-        if (isinstance(self.holder, dict) and self.keys) or isinstance(self.holder, type):
-            get = operator.itemgetter(*two)
-        elif isinstance(self.holder, types.CellType):
-            get = operator.attrgetter("cell_contents", "cell_contents")
-        held = vars(self.holder) if isinstance(self.holder, type) else self.holder
-        self.get = functools.partial(get, held)
         self.values = self.read()
+
+    def getter(self) -> Callable[[], Any]:
+        """Gives the values of the keys in a tuple, without a line of Python."""
+        holder = vars(self.holder) if isinstance(self.holder, type) else self.holder
+        keys = ("cell_contents",) if isinstance(holder, types.CellType) else self.keys
+        is_mapping = isinstance(holder, (dict, types.MappingProxyType))
+        make: Callable[..., Any] = operator.itemgetter if is_mapping else operator.attrgetter
+        get = make(*keys, keys[0])  # of one key alone it gives no tuple
+        return functools.partial(get, holder)
 
     def read(self) -> dict[Any, _Value]:
         """The values by key."""
@@ -147,7 +143,6 @@ class Watch:
     """Compares what a model's code reads with what it was.
 
     Args:
-        root: the model.
         functions: those that stages call later than the script: the loss, the metrics. With names.
         written: names of buffers that the model's forwards are known to write.
         called: the modules whose own call stages make, so that hooks run.
@@ -196,8 +191,9 @@ class Watch:
         for place in compared:
             with contextlib.suppress(Exception):  # a property of the user's raises one
                 if place.keys:
-                    place.get()
-                    self._getters.append(place.get)
+                    get = place.getter()
+                    get()
+                    self._getters.append(get)
         self._values = list(self._now())
         self._counted = [place.holder for place in places if place.is_counted] + containers
         self._counted += map(vars, self._root.modules())
@@ -366,9 +362,8 @@ class _Search:
         self._names = _own_names(self._of_model.names)
         tensors = (*root.parameters(), *root.buffers())
         self._seen = {*map(id, self._modules.values()), *map(id, tensors)}
-        both = (self._of_model, self._of_functions)
         self._assigned = self._of_model.assigned | self._of_functions.assigned
-        for reads in both:
+        for reads in (self._of_model, self._of_functions):
             written_to = (value for name, value in reads.variables() if _writes_to(name, reads))
             self._seen.update(map(id, written_to))
 

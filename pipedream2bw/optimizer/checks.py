@@ -164,7 +164,10 @@ def _check_kinds(optimizers: Sequence[object]) -> None:
             raise TypeError(
                 f"optimizer: {name} takes sparse gradients only, a pipeline's are dense: use Adam"
             )
-        missing = _required_arguments(optimizer)
+        _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        needed = [each for each in arguments if each.default is inspect.Parameter.empty]
+        missing = [each.name for each in needed if each.kind not in variadic]
         if missing:
             raise TypeError(
                 f"optimizer: {name}.step() needs {', '.join(missing)}, a pipeline calls it without "
@@ -173,12 +176,7 @@ def _check_kinds(optimizers: Sequence[object]) -> None:
 
 
 def _check_own_ways(session: Session, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses what a stage's step of its own parameters would leave out.
-
-    Raises:
-        TypeError: the instance has another ``step`` than its class.
-        ValueError: a hook of its step knows more than the optimizer that it is given.
-    """
+    """Raises TypeError or ValueError for what a stage's step of its parameters would leave out."""
     name = type(optimizer).__name__
     step = vars(optimizer).get("step")
     # A learning-rate scheduler wraps it, only to count.
@@ -199,17 +197,6 @@ def _check_own_ways(session: Session, optimizer: torch.optim.Optimizer) -> None:
                 "calls the hook when it has stepped its own parameters, and others may be being "
                 "computed with. Use the param_groups of the optimizer that the hook is given"
             )
-
-
-def _required_arguments(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of what the optimizer's step() cannot do without."""
-    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        argument.name
-        for argument in arguments
-        if argument.default is inspect.Parameter.empty and argument.kind not in variadic
-    ]
 
 
 def _session_of(optimizers: Sequence[torch.optim.Optimizer]) -> Session:

@@ -9,8 +9,8 @@ import torch
 
 from .. import _C
 from ..ranks.boards import make_board
-from ..runtime.lazy_numbers import LazyNumber
-from ..runtime.local_stages import LocalStage, is_apart_from_host
+from ..runtime.lazy_numbers import LazyNumber, train_steps_until_finished
+from ..runtime.local_stages import is_apart_from_host
 from ..runtime.session import Session
 from .options import OptimizerOptions
 
@@ -26,32 +26,23 @@ def install_clipping(
     norm = _norm(session, options, scale) if options.needs_norm else None
     if session.stages.joint_updates.have_norm != (norm is not None):
         session.stages.joint_updates.set_norm(norm is not None)
-    clips = norm is not None or options.clip_grad_value is not None
+    number_of, _ = _numbers(session)
     for stage in session.stages:
-        clipping = _of_stage(session, stage, options, norm, scale) if clips else None
+        clipping = None
+        if norm is not None or options.clip_grad_value is not None:
+            clipping = _C.Clipping(
+                norm=norm,
+                max_norm=math.inf if options.max_grad_norm is None else options.max_grad_norm,
+                parameters=[
+                    number_of[name] if stage.weights.counts(name) else -1
+                    for name in stage.weights.trainable
+                ],
+                gives_norms=session.grid.pipeline(stage.index) == 0,
+                max_value=options.clip_grad_value,
+                loss_scale=scale,
+            )
         stage.executor.set_clipping(stage.index, clipping)
     return norm, scale
-
-
-def _of_stage(
-    session: Session,
-    stage: LocalStage,
-    options: OptimizerOptions,
-    norm: _C.GradientNorm | None,
-    scale: _C.LossScale | None,
-) -> _C.Clipping:
-    number_of, _ = _numbers(session)
-    return _C.Clipping(
-        norm=norm,
-        max_norm=math.inf if options.max_grad_norm is None else options.max_grad_norm,
-        parameters=[
-            number_of[name] if stage.weights.counts(name) else -1
-            for name in stage.weights.trainable
-        ],
-        gives_norms=session.grid.pipeline(stage.index) == 0,
-        max_value=options.clip_grad_value,
-        loss_scale=scale,
-    )
 
 
 def _norm(
@@ -122,5 +113,6 @@ class GradNorm(LazyNumber):
             RuntimeError: the pipeline failed before; names the first cause. Or the ``train_step``
                 during which the norm comes has not been called.
         """
-        norm = self._wait_for_update(self._number.wait)
+        self._check_can_come("its", train_steps_until_finished)
+        norm = self._wait(self._number.wait)
         return math.nan if norm is None else norm[0]

@@ -50,11 +50,7 @@ class EqualCopies(Extension):
             self._before[weights.index, name] = sample
 
     def before_step(self, batch: int) -> None:
-        """Compares the updates that all processes have made by now.
-
-        Raises:
-            ValueError: copies of a parameter differ.
-        """
+        """Raises ValueError if copies differ after the updates that all have made by now."""
         if self._first is None:
             self._first = batch
         done = batch - self._first

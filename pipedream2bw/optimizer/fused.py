@@ -68,18 +68,20 @@ def fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _C
 Holder = tuple[str | None, torch.optim.Optimizer, dict[str, Any]]
 """A group of parameters, with its optimizer and the fused pass that computes that, if one does."""
 
+Holders = Mapping[int, Holder]
+"""What holds each parameter, by the parameter's id."""
+
 
 def set_fused(
     stage: StageWeights,
     kinds: Iterable[str | None],
     groups: Sequence[dict[str, Any]],
-    holders: Mapping[int, Holder],
+    holders: Holders,
 ) -> None:
     """Makes the engine's fused passes step a stage's weights as these optimizers do.
 
     Args:
         groups: of all optimizers, in the order of the options that each step gets.
-        holders: by the parameters' id.
     """
     numbers = {id(group): number for number, group in enumerate(groups)}
     of_stage = [holders[id(original)] for original in stage.originals]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..runtime.stage_values import masters_shown
 from ..runtime.stage_weights import StageWeights
-from .fused import Holder, parameters_of
+from .fused import Holder, Holders, parameters_of
 
 _STATE_NAMES = {
     "sgd": ("momentum_buffer",),
@@ -84,12 +84,8 @@ def load_states(
             optimizer.load_state_dict(theirs)
 
 
-def take_states(holders: Mapping[int, Holder], stages: Sequence[StageWeights]) -> None:
-    """Gives the fused passes what is in the optimizers' states.
-
-    Args:
-        holders: by the parameters' id.
-    """
+def take_states(holders: Holders, stages: Sequence[StageWeights]) -> None:
+    """Gives the fused passes what is in the optimizers' states."""
     for weights in stages:
         for i, original in enumerate(weights.originals):
             kind, optimizer, _ = holders[id(original)]

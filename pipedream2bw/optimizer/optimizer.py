@@ -11,7 +11,7 @@ import torch
 
 from .. import _C
 from ..model.local_shards import as_local, refuse_unknown_shards
-from ..ranks.operations import Operation, UpdatesMayWait
+from ..ranks.operations import Answer, Operation
 from ..runtime.comm_hook import check_hooks
 from ..runtime.extension import OPTIMIZER, Extension, Update
 from ..runtime.session import Session
@@ -134,8 +134,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         with session.ending.failing_closes():
             for extension in given_extensions:
                 extension.join(session)
-        warn_without_delay(session.schedule, session.grid.rank, {"staleness": staleness}, 2)
-        warn_of_delay(session, optimizers, remedies, stacklevel=2)
+        warn_without_delay(session.schedule, session.grid.rank, {"staleness": staleness})
+        warn_of_delay(session, optimizers, remedies)
 
     def _take_over(self, weights: StageWeights) -> None:
         """Makes the engine step a stage's weights as these optimizers do."""
@@ -359,10 +359,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """What checkpoints will have of each optimizer that steps by itself, in kind."""
         return self._saved.examples()
 
-    def check_snapshot(self, shared: SharedState) -> None:
-        """Raises ValueError if these optimizers cannot go on from a snapshot."""
-        self.snapshot().check(shared)
-
     def load_snapshot(self, shared: SharedState, states: StateByName) -> None:
         """Goes on where a snapshot was made, with this process's part of the state. Drained."""
         self._saved.load_snapshot(shared, states)
@@ -401,8 +397,8 @@ def let_updates_wait(session: Session, kinds: Sequence[str | None], *, has_norm:
     mine = has_norm or is_free
     with session.ending.failing_closes():
         announced = session.agree(
-            Operation.new_optimizer, session.num_train_steps, lambda: UpdatesMayWait(mine)
+            Operation.new_optimizer, session.num_train_steps, lambda: Answer(mine)
         )
         with contextlib.suppress(ValueError):  # then some failures end the pipeline
-            session.stages.let_updates_wait(all(each.can for each in announced))
+            session.stages.let_updates_wait(all(each.is_yes for each in announced))
     check_hooks(session)

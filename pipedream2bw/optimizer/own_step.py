@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,10 +45,6 @@ class StageStepper:
     def options(self) -> list[dict[str, Any]]:
         """Its groups' options, which it may have changed itself. The pipeline must be drained."""
         self._make_changes()
-        return self.current_options()
-
-    def current_options(self) -> list[dict[str, Any]]:
-        """Its groups' options as the last update left them; not while one is under way."""
         return options_of(self._parts[0].optimizer.param_groups)
 
     @property
@@ -103,12 +98,7 @@ class StageStepper:
                     group.update(options)
 
     def step(self, update: int, slot: int, divisor: float) -> None:
-        """One step of the weights in a slot; called by the thread of the stage's updates.
-
-        Args:
-            update: its number.
-            divisor: of the learning rates.
-        """
+        """One step of the weights in a slot; called by the thread of the stage's updates."""
         self._make_changes(update)
         for part in self._parts:
             part.step(slot, divisor)
@@ -120,6 +110,10 @@ class StageStepper:
             method = getattr(type(part.optimizer), name, None)
             if method is not None:
                 part.call(method)
+
+
+Steppers = Mapping[tuple[int, int], StageStepper]
+"""Those of several optimizers, by the optimizer's number and the stage."""
 
 
 def steps_in(
@@ -253,17 +247,6 @@ def changes(
         {key: value for key, value in new.items() if key not in old or differ(value, old[key])}
         for new, old in zip(current, before, strict=True)
     ]
-
-
-def take_over_counters(
-    theirs: Sequence[dict[str, Any]],
-    groups: Sequence[dict[str, Any]],
-    seen: Sequence[dict[str, Any]],
-) -> None:
-    """Gives groups, and what was seen of them, what an optimizer changed in its own: see below."""
-    for group, before, changed in zip(groups, seen, changed_by(theirs, groups, seen), strict=True):
-        group.update(changed)
-        before.update(copy.deepcopy(changed))
 
 
 def changed_by(

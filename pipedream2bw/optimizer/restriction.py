@@ -115,6 +115,10 @@ class Restriction:
             )
 
 
+Names = Mapping[int, str]
+"""The names of this process's parameters in the model, by their id."""
+
+
 def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copies of all that the groups have beside their parameters."""
     return [
@@ -171,14 +175,11 @@ def others_of(beside: Beside) -> dict[str, Any]:
 
 
 def first_states(
-    optimizer: torch.optim.Optimizer, stages: Iterable[StageWeights], names: Mapping[int, str]
+    optimizer: torch.optim.Optimizer, stages: Iterable[StageWeights], names: Names
 ) -> dict[str, dict[str, Any]]:
     """What the optimizer would keep after a step without gradients, by the parameters' names.
 
     Of the right kinds and shapes, but the values are none of the run's. The step is made on copies.
-
-    Args:
-        names: by the parameters' id.
     """
     given = set(map(id, parameters_of(optimizer)))
     found: dict[str, dict[str, Any]] = {}
@@ -195,14 +196,11 @@ def first_states(
 
 
 def example_state(
-    optimizer: torch.optim.Optimizer, stages: Iterable[StageWeights], names: Mapping[int, str]
+    optimizer: torch.optim.Optimizer, stages: Iterable[StageWeights], names: Names
 ) -> tuple[Beside, dict[str, dict[str, Any]]] | None:
     """What the optimizer would keep after its first step, in kind: of some parameters, and beside.
 
     The step is made on small pieces of a few parameters, at any time. None if that fails.
-
-    Args:
-        names: by the parameters' id.
 
     Raises:
         TypeError: its ``state_dict`` does not give parameters' states and all else apart.

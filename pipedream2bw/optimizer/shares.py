@@ -73,26 +73,16 @@ def whole_states(
     own = stepped_here(stages)
     try:
         for weights in stages:
-            if weights.engine.is_shared and not session.ending.has_failed:
-                _gather(session, weights, states_on(weights), holders, own)
+            if not weights.engine.is_shared or session.ending.has_failed:
+                continue
+            names, states = list(weights.trainable), states_on(weights)
+            found = all_shares(session, weights, {names[i]: states[i] for i in states})
+            for name, original in zip(names, weights.originals, strict=True):
+                if found.get(name) and id(original) not in own:
+                    holders[id(original)].state[original] = found[name]
         yield
     finally:
         forget_others(optimizers, stages)
-
-
-def _gather(
-    session: Session,
-    weights: StageWeights,
-    states: Mapping[int, dict[str, Any]],
-    holders: dict[int, torch.optim.Optimizer],
-    own: set[int],
-) -> None:
-    originals = dict(zip(weights.trainable, weights.originals, strict=True))
-    mine = {name: states[i] for i, name in enumerate(originals) if i in states}
-    found = all_shares(session, weights, mine)
-    for name, original in originals.items():
-        if found.get(name) and id(original) not in own:
-            holders[id(original)].state[original] = found[name]
 
 
 def all_shares(

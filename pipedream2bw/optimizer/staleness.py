@@ -216,15 +216,10 @@ def warn_of_delay(
     session: Session,
     optimizers: Sequence[torch.optim.Optimizer],
     remedies: Remedies,
-    *,
-    stacklevel: int,
 ) -> None:
     """Warns on rank 0 of Muon, and of Adam and AdamW with a low beta1, if no remedy is given.
 
     Beside an optimizer of another kind they are the user's choice.
-
-    Args:
-        stacklevel: of the caller, as ``warnings.warn`` counts.
     """
     if remedies or session.grid.rank != 0 or not any(session.schedule.delay):
         return
@@ -238,7 +233,7 @@ def warn_of_delay(
             "than without the delay. PipelineOptimizer(..., staleness=pipedream2bw.ErrorFeedback())"
             " makes up for half of that or more (of a PipelineTrainer: pipeline_optimizer="
             '{"staleness": ...}), and schedule="2bw_fresh" for nearly all',
-            stacklevel=stacklevel + 1,
+            stacklevel=3,  # where the PipelineOptimizer is made
         )
 
 

@@ -16,10 +16,10 @@ import torch
 from .. import _C
 from ..runtime.extension import Extension, joined
 from ..runtime.stage_weights import StageWeights
-from .fused import Holder, parameters_of
+from .fused import Holders, parameters_of
 from .fused_state import read_state
-from .own_step import StageStepper, changes
-from .restriction import Beside, others_of
+from .own_step import Steppers, changes
+from .restriction import Beside, Names, others_of
 
 STALENESS = "staleness"
 """The name of the remedies for the delay, among those of extensions."""
@@ -65,26 +65,22 @@ class OptimizerSnapshot:
     Made in the main thread before that; its methods are for the thread that copies the stage.
 
     Attributes:
-        optimizers: the wrapped ones.
-        holders: by a parameter's id its optimizer and group.
         options: those of each optimizer's groups, as its user set them.
         seen: the same after the last step, of those that step by themselves.
-        steppers: these, by number and stage.
         extensions: of the optimizer, those that save anything.
         saved: what each of these saves beside the parameters' states, by its name.
-        names: of this process's parameters, by their id.
     """
 
     optimizers: Sequence[torch.optim.Optimizer]
-    holders: Mapping[int, Holder]
+    holders: Holders
     options: Sequence[list[dict[str, Any]]]
     seen: Mapping[int, list[dict[str, Any]]]
-    steppers: Mapping[tuple[int, int], StageStepper]
+    steppers: Steppers
     extensions: Sequence[Extension]
     saved: Mapping[str, Mapping[str, Any]]
     scale: _C.LossScale | None
     staleness: str
-    names: Mapping[int, str]
+    names: Names
 
     def of_stage(self, weights: StageWeights) -> StateByName:
         """The state of the parameters that count on the stage and that this replica steps.
@@ -259,16 +255,9 @@ def first_beside(saved: Mapping[str, Any]) -> Beside:
 
 
 def states_on(
-    weights: StageWeights,
-    holders: Mapping[int, Holder],
-    steppers: Mapping[tuple[int, int], StageStepper],
+    weights: StageWeights, holders: Holders, steppers: Steppers
 ) -> dict[int, dict[str, Any]]:
-    """What is kept of the parameters that this replica steps on a stage; its tensors are live.
-
-    Args:
-        holders: by the parameters' id.
-        steppers: by number of the optimizer and stage.
-    """
+    """What is kept of the parameters that this replica steps on a stage; its tensors are live."""
     own: dict[int, dict[str, Any]] = {}
     for (_, stage), stepper in steppers.items():
         own |= stepper.states() if stage == weights.index else {}
@@ -281,14 +270,13 @@ def states_on(
 
 def state_of_all(
     optimizers: Sequence[torch.optim.Optimizer],
-    names: Mapping[int, str],
+    names: Names,
     rooms: Sequence[StateByName],
     beside: Mapping[int, BesideByPart],
 ) -> dict[str, Any]:
     """One dictionary of several optimizers' state, by name.
 
     Args:
-        names: by the parameters' id.
         rooms: of each, in place of its own state; may be empty.
         beside: by number of an optimizer, what its stages keep beside, if anything.
     """
@@ -305,7 +293,7 @@ def state_of_all(
 def states_of_each(
     state_dict: Mapping[str, Any],
     optimizers: Sequence[torch.optim.Optimizer],
-    names: Mapping[int, str],
+    names: Names,
     known: Collection[str],
 ) -> list[dict[str, Any]]:
     """What each optimizer loads, of what :func:`state_of_all` or a stock optimizer gave.
@@ -332,12 +320,12 @@ def states_of_each(
 
 
 def _with_names(
-    state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: Names
 ) -> dict[str, Any]:
     """The optimizer's ``state_dict`` with names in place of numbers.
 
     Args:
-        names: by the parameters' id. Without one: what stands for a process's missing parameters.
+        names: none of what stands for a process's missing parameters.
     """
     order = [names.get(id(parameter)) for parameter in parameters_of(optimizer)]
 
@@ -360,7 +348,7 @@ def _with_names(
 def _with_numbers(
     state_dict: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
+    names: Names,
     known: Collection[str],
 ) -> dict[str, Any]:
     """What the stock optimizer loads, of a ``state_dict`` with names or with numbers.
@@ -369,7 +357,6 @@ def _with_numbers(
     not there begins anew.
 
     Args:
-        names: as above.
         known: the whole model's.
 
     Raises:

@@ -18,9 +18,6 @@ class StepCorrection:
 
     What :class:`ErrorFeedback` adds to a step that one of the engine's fused passes makes, that
     pass adds too. All else is corrected here, after the optimizers have stepped.
-
-    Args:
-        rule: the remedy.
     """
 
     def __init__(self, rule: Correction, stage: StageWeights) -> None:
@@ -40,11 +37,7 @@ class StepCorrection:
         ]
 
     def feedback(self, late_share: float) -> float:
-        """The coefficient for an update by the engine's fused passes; 0 without feedback.
-
-        Args:
-            late_share: as :meth:`apply` has it.
-        """
+        """The coefficient for an update by the engine's fused passes; 0 without feedback."""
         if not isinstance(self._rule, ErrorFeedback):
             return 0.0
         return self._rule.of_stage(self._stage.index_in_model) * late_share
@@ -54,11 +47,7 @@ class StepCorrection:
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def begin(self, slot: int, late_share: float) -> None:
-        """Within an update, before the optimizers' own steps, which change masters in place.
-
-        Args:
-            late_share: as :meth:`apply` has it.
-        """
+        """Within an update, before the optimizers' own steps, which change masters in place."""
         engine = self._stage.engine
         for i in self.corrected_here() if late_share else ():
             if i in self._stage.ahead:

@@ -18,9 +18,6 @@ class StepRemedies(Extension):
     Args:
         delays: of each stage of the schedule.
         warmup_batches: which have no delay.
-
-    Attributes:
-        remedies: as given.
     """
 
     name = "staleness"

@@ -16,8 +16,8 @@ from .checks import stepping
 from .clipping import GradNorm
 from .fused import Holder, fused_kind, step_hooks
 from .fused_state import show_states, take_states
-from .own_step import StageStepper, changed_by, take_over_counters
-from .restriction import example_state, first_states, options_of
+from .own_step import StageStepper, changed_by
+from .restriction import Names, example_state, first_states, options_of
 from .state_by_name import BesideByPart, StateByName, is_any, states_on
 
 
@@ -31,8 +31,6 @@ class Wrapped(Extension):
     """The optimizers of one pipeline, as their user made them.
 
     Attributes:
-        optimizers: as given.
-        weights: of this process's stages.
         kinds: of each optimizer the fused pass that computes it; None: its own step.
         steppers: of those with their own step, by number and stage.
         seen: their groups' options as the last step saw them, by number.
@@ -142,12 +140,8 @@ class Wrapped(Extension):
         ]
         return {name: beside for of_stage in of_each for name, beside in of_stage.items()}
 
-    def make_room(self, names: Mapping[int, str]) -> None:
-        """Makes room for what is to be loaded. Drained.
-
-        Args:
-            names: of this process's parameters, by their id.
-        """
+    def make_room(self, names: Names) -> None:
+        """Makes room for what is to be loaded. Drained."""
         self.room = [first_states(each, self.weights, names) for each in self.optimizers]
         for number, options in self.own_options().items():
             example = example_state(self.optimizers[number], self.weights, names)
@@ -193,7 +187,10 @@ class Wrapped(Extension):
         for number, seen_by_group in self.seen.items():
             steppers = [self.steppers[number, weights.index] for weights in self.weights]
             stepper = next((each for each in steppers if not each.is_empty), steppers[0])
-            theirs, groups = stepper.options(), self.optimizers[number].param_groups
-            if any(changed_by(theirs, groups, seen_by_group)):
+            groups = self.optimizers[number].param_groups
+            changes = changed_by(stepper.options(), groups, seen_by_group)
+            if any(changes):
                 self._changing.add(number)
-            take_over_counters(theirs, groups, seen_by_group)
+            for group, seen, changed in zip(groups, seen_by_group, changes, strict=True):
+                group.update(changed)
+                seen.update(copy.deepcopy(changed))

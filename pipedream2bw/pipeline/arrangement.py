@@ -60,10 +60,13 @@ class Arrangement:
             ValueError, TypeError: the mesh does not fit.
         """
         num_stages: Any = options.num_stages
+        num_microbatches: Any = options.num_microbatches
         width = check_mesh(options.mesh, 1 if options.width is None else options.width)
+        if isinstance(num_microbatches, (list, tuple)):  # else the schedule checks the number
+            num_microbatches = check_microbatches_of_replicas(num_microbatches, width)
         return cls(
             num_stages=_length_of(model) if num_stages is None else num_stages,
-            num_microbatches=_checked_microbatches(options.num_microbatches, width),
+            num_microbatches=num_microbatches,
             schedule=DEFAULT_SCHEDULE if options.schedule is None else options.schedule,
             stages_per_rank=1 if options.stages_per_rank is None else options.stages_per_rank,
             split="auto" if options.split is None else options.split,
@@ -107,11 +110,7 @@ class Arrangement:
         return [of_number[number] for number in self.num_microbatches]
 
     def settings(self) -> dict[str, Any]:
-        """Settings that must be equal on all ranks.
-
-        Raises:
-            ValueError, TypeError: a schedule of one's own is malformed or illegal.
-        """
+        """Settings that must be equal on all ranks; raises as :meth:`schedules`."""
         schedule: object = self.schedule
         if not isinstance(schedule, str) or "\n" in schedule:
             schedule = fingerprint(self.schedules()[0])  # the same file may differ between machines
@@ -122,14 +121,6 @@ class Arrangement:
             "order of the plan's devices": str(self.order),
             "schedule": schedule,
         }
-
-
-def _checked_microbatches(given: Any, width: int) -> int | tuple[int, ...] | None:
-    """The number of microbatches of every replica, which the schedule checks, or of each."""
-    if isinstance(given, (list, tuple)):
-        return check_microbatches_of_replicas(given, width)
-    number: int | None = given
-    return number
 
 
 def _length_of(model: Any) -> int:

@@ -17,10 +17,7 @@ from .. import svg
 from .._C import Schedule
 from ..errors import PeerLost
 from ..model.checkpoint import Checkpoint, open_checkpoint
-from ..model.local_shards import (
-    put_together,
-    refuse_unknown_shards,
-)
+from ..model.local_shards import put_together, refuse_unknown_shards
 from ..model.metrics import Metric
 from ..options import Options
 from ..ranks.mesh import mesh_of
@@ -171,7 +168,7 @@ class PipelineModule(nn.Module):
         session = open_session(model, loss_fn, options, arrange)
         super().__init__()
         idle = {"update_slots": update_slots, "warmup_batches": warmup_batches}
-        warn_without_delay(session.schedule, session.grid.rank, idle, 2)
+        warn_without_delay(session.schedule, session.grid.rank, idle)
         self.session = session
         self._hooks: CommHooks | None = None
 

@@ -133,11 +133,7 @@ def check(
     arrangement: Arrangement,
     num_processes: int,
 ) -> Checked:
-    """Checks the model and the options, and that they go together.
-
-    Raises:
-        ValueError, TypeError: naming the rule and both values.
-    """
+    """Raises ValueError or TypeError unless the model and the options go together."""
     check_values(Options, vars(options))
     FUNCTION.check("loss_fn", loss_fn)
     is_torchs = type(loss_fn).__module__ == "torch.nn.modules.loss"

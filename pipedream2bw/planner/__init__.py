@@ -6,11 +6,13 @@ from .planning.calibration import Calibration, calibrate
 from .planning.cluster import Cluster, DeviceType
 from .planning.plan import Alternative, Plan, StagePlan
 from .planning.planner import plan
+from .profiling.peaks import KNOWN_DEVICES
 from .profiling.profile import Profile
 from .profiling.profiler import profile
 from .simulation import HostCosts, Simulation, simulate
 
 __all__ = [
+    "KNOWN_DEVICES",
     "Alternative",
     "Calibration",
     "Cluster",

@@ -23,12 +23,8 @@ from .operations import ROW_LENGTH, Operation
 from .peers import Peers
 
 
-class BatchDiscarded(Exception):  # noqa: N818
-    """A rank knows of a batch that is discarded: all ranks have to drain and take it back."""
-
-
 class DrainWanted(Exception):  # noqa: N818
-    """A rank reads what comes in a drain alone, while others begin something else: all drain."""
+    """A rank knows of a discarded batch, or reads what comes in a drain alone: all drain."""
 
 
 _Made = TypeVar("_Made")
@@ -44,8 +40,7 @@ class ControlPlane:
         name: of the pipeline, the same on every rank.
 
     Attributes:
-        deadline: as given.
-        fault, timeout: its own.
+        deadline: as given; fault, timeout: its own.
         peers: the processes of all ranks; None with one rank, and once the agreement has ended.
         discards: the first batch that is discarded.
         untold: what this rank raised and could not tell, since others waited for what it left.
@@ -82,7 +77,6 @@ class ControlPlane:
         Raises:
             Exception: what ``local`` raised here; on the other ranks the same with the rank named.
             StageError: ranks called different operations, or one is gone or silent.
-            BatchDiscarded: on every rank.
             DrainWanted: on every rank.
         """
         error: Exception | None = None
@@ -94,7 +88,7 @@ class ControlPlane:
         with self._telling(error):
             table = self._exchange_rows(operation, number, error is not None, mine or ())
             if _first_discarded(table) is not None:
-                raise BatchDiscarded()
+                raise DrainWanted()
             if any(row[2] for row in table):
                 self.agree_on_objects(error, {})
         if any(row[0] == Operation.read_loss for row in table):

@@ -44,9 +44,6 @@ def make_boards(
     Some containers and users let a rank see another one's memory and some do not, so ranks try and
     tell. Those of a machine of which one cannot are machines of one rank each.
 
-    Args:
-        row_sizes: of the boards.
-
     Returns:
         The ranks of the machines as they are, and the boards of this rank's; none if it is alone.
     """
@@ -99,8 +96,6 @@ class RowExchange:
 
     Args:
         group: of all ranks' hosts. Every rank makes it.
-        row_size: numbers in a row.
-        deadline: ends waiting while it is made.
 
     Attributes:
         machines: the ranks on each.

@@ -172,9 +172,6 @@ class RankGrid:
         """Connects the devices, one for each stage, that add up a stage's gradients.
 
         Every process calls it, and all take stages in one order.
-
-        Args:
-            most_bytes: of what they add up at once.
         """
         for stage in self.stages_of_model:
             group = self.replica_group(stage)

@@ -52,16 +52,10 @@ class Announcement(NamedTuple):
     target: int = -1  # a number that tells its values from others
 
 
-class UpdatesMayWait(NamedTuple):
-    """What a rank tells of a new optimizer: whether its updates can wait for all stages."""
+class Answer(NamedTuple):
+    """What a rank tells by yes or no, 1 or 0."""
 
-    can: int
-
-
-class Finished(NamedTuple):
-    """What a rank tells of work that it waits for: whether that is done."""
-
-    is_done: int
+    is_yes: int
 
 
 ROW_LENGTH = 4 + len(Announcement._fields)

@@ -30,11 +30,6 @@ class Peers:
     A rank that fails tells the process group's store its failure, and all ranks look there: so a
     failure ends every rank's waiting, whatever it waits for.
 
-    Args:
-        world: number of processes.
-        deadline: ends waiting for other ranks; its fault is raised when another one has failed.
-        name: of the pipeline, the same on every rank.
-
     Attributes:
         group: all ranks' processes.
         board: the memory that all of them share, None with several machines.
@@ -170,9 +165,7 @@ def wait_for_all(
             raise failure
         if error is None and time.monotonic() - start > timeout:
             error = PeerTimeout(f"timeout after {timeout} s")
-    # torch.distributed tells a timeout, which may come a little before ours, by its text alone.
-    is_late = time.monotonic() - start > 0.9 * timeout
-    kind = PeerTimeout if is_late and not isinstance(error, PeerLost) else PeerLost
+    kind = PeerLost if isinstance(error, PeerLost) else deadline.kind_of_loss(start)
     failure = kind(
         f"{place}: a rank was lost while all ranks began {operation.name} {number}: {error}",
         rank=error.rank if isinstance(error, StageError) else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from .groups import (
 from .rings import ChannelEnds, DeviceRing, PeerWatch, agreed_by_all, make_device_ring, make_ring
 
 
+@dataclasses.dataclass(eq=False)
 class ProcessChannels:
     """Makes channels between stages of different processes.
 
@@ -36,30 +38,21 @@ class ProcessChannels:
     replicas' processes of the edge can do that; else over a group of the devices; and where there
     is none, over the hosts' memory.
 
-    Args:
+    Attributes:
         devices: of each stage.
         most_under_way: messages that can be sent before the receiver has to take one.
         control: the group of all ranks' hosts.
         deadline: ends waiting for other ranks.
-
-    Attributes:
-        deadline: as given.
     """
 
-    def __init__(
-        self,
-        grid: RankGrid,
-        *,
-        devices: Sequence[torch.device],
-        most_under_way: int,
-        control: dist.ProcessGroup,
-        deadline: Deadline,
-    ) -> None:
-        self._grid = grid
-        self._devices = devices
-        self._most_under_way = most_under_way
-        self._control = control
-        self.deadline = deadline
+    grid: RankGrid
+    _: dataclasses.KW_ONLY
+    devices: Sequence[torch.device]
+    most_under_way: int
+    control: dist.ProcessGroup
+    deadline: Deadline
+
+    def __post_init__(self) -> None:
         self._groups: list[dist.ProcessGroup] = []
         self._watches: list[PeerWatch] = []
         self._unconnected: list[_C.ProcessGroupSender | _C.ProcessGroupReceiver] = []
@@ -69,12 +62,12 @@ class ProcessChannels:
 
         With this process's ends. Every rank calls it alike.
         """
-        grid, control = self._grid, self._control
+        grid, control = self.grid, self.control
         between_devices = [
             (source, destination)
             for source, destination in edges
             if not grid.share_a_rank(source, destination)
-            and self._devices[source].type == self._devices[destination].type != "cpu"
+            and self.devices[source].type == self.devices[destination].type != "cpu"
         ]
         if not between_devices:
             return {}
@@ -82,9 +75,9 @@ class ProcessChannels:
         for edge in between_devices:
             peers = (grid.process_of(edge[0]), grid.process_of(edge[1]))
             if dist.get_rank() in peers:
-                device = self._devices[edge[peers.index(dist.get_rank())]]
+                device = self.devices[edge[peers.index(dist.get_rank())]]
                 made[edge] = make_device_ring(
-                    control, peers, device, self._most_under_way, self.deadline
+                    control, peers, device, self.most_under_way, self.deadline
                 )
         can = [edge not in made or made[edge] is not None for edge in between_devices]
         agreed = agreed_by_all(can, control, self.deadline)
@@ -103,11 +96,11 @@ class ProcessChannels:
     def make(self, source: int, destination: int) -> ChannelEnds:
         """This process's ends of a channel; to be connected. Every rank calls it alike."""
         edge = (source, destination)
-        ends = (self._devices[source], self._devices[destination])
+        ends = (self.devices[source], self.devices[destination])
         on_hosts = go_over_hosts({device.type for device in ends})
         backend = backends_of().get("cpu" if on_hosts else ends[0].type, "gloo")
         group = new_group(
-            self._grid.teams_of(edge),
+            self.grid.teams_of(edge),
             self.deadline,
             backend,
             None if on_hosts else TIMEOUT,
@@ -116,18 +109,18 @@ class ProcessChannels:
         if group is None:
             return None, None
         self._groups.append(group)
-        peers = (self._grid.process_of(source), self._grid.process_of(destination))
+        peers = (self.grid.process_of(source), self.grid.process_of(destination))
         ring, headers = None, None
         if on_hosts:
-            ring = make_ring(group, *peers, self._most_under_way, self.deadline)
+            ring = make_ring(group, *peers, self.most_under_way, self.deadline)
         else:
-            headers = (self._control, source * self._grid.num_stages + destination)
+            headers = (self.control, source * self.grid.num_stages + destination)
         device = ends[peers.index(dist.get_rank())]
         own = end_of_channel(
             group,
             *peers,
             device,
-            self._most_under_way,
+            self.most_under_way,
             fault=self.deadline.fault,
             ring=ring,
             headers=headers,

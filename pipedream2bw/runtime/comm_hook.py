@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..errors import WrongHookError, WrongHookTypeError
 from ..ranks.operations import Announcement, Operation
 from ..rules import exclusions, refuse, shown
 from .extension import HOOKS, OPTIMIZER, Extension
+from .runner import while_alive
 from .session import Session
 from .stage_weights import StageWeights
 
@@ -93,22 +93,17 @@ def register_comm_hook(session: Session, state: object, hook: CommHook) -> CommH
     settings = {"hook": shown(hook), "type of the hook's state": type(state).__qualname__}
     with session.ending.lost_ranks_close():
         session.control.together(make_states, same=settings)
-    session.accumulation.let_hooks_average()
+    session.accumulation.hooks_average = True
     hooks = []
     for stage, own in zip(session.stages, states, strict=True):
         group = session.grid.replica_group(stage.index)
         assert group is not None
         made = StageHook(stage.weights, hook, own, group=group, fault=session.control.fault)
         hooks.append(made)
-        _C.set_hook(stage.weights.engine, _while_alive(made))
+        _C.set_hook(stage.weights.engine, while_alive(made.average_all))
     held = CommHooks(hooks)
     session.extensions.put(HOOKS, [held])
     return held
-
-
-def has_hooks(session: Session) -> bool:
-    """Whether hooks make the gradients of replicas their mean."""
-    return bool(session.extensions.at(HOOKS))
 
 
 def check_hooks(session: Session, *, is_new: bool = False) -> None:
@@ -120,7 +115,11 @@ def check_hooks(session: Session, *, is_new: bool = False) -> None:
         is_new: hooks are about to be there.
     """
     has_optimizer = not is_new or session.extensions.at(OPTIMIZER)
-    if (is_new or has_hooks(session)) and has_optimizer and not session.stages.updates_wait:
+    if (
+        (is_new or session.extensions.at(HOOKS))
+        and has_optimizer
+        and not session.stages.updates_wait
+    ):
         raise ValueError(
             f"register_comm_hook: schedule {session.schedule.name!r} and these optimizers make a "
             "stage's update before all stages are through with the batch. Hooks need a schedule of "
@@ -138,7 +137,7 @@ def _check(session: Session, hook: object) -> None:
     except TypeError as error:
         raise TypeError(f"{what}: hook: {shown(hook)} must take (state, bucket): {error}") from None
     refuse(CommHooks.excludes, {**session.facts, what: hook})
-    if has_hooks(session):
+    if session.extensions.at(HOOKS):
         raise ValueError(f"{what}: called twice, a pipeline has one hook")
     session.accumulation.check_between_batches(what)
 
@@ -179,15 +178,7 @@ def _check_group(state: Any, group: dist.ProcessGroup) -> None:
 
 
 class StageHook:
-    """What a stage's update calls in place of adding up its gradients over the replicas.
-
-    Args:
-        weights: the stage's.
-        hook: the user's.
-        state: its first argument.
-        group: the stage's replicas.
-        fault: ends waiting for them.
-    """
+    """What a stage's update calls in place of adding up its gradients over the replicas."""
 
     def __init__(
         self,
@@ -208,7 +199,7 @@ class StageHook:
     def __repr__(self) -> str:
         return shown(self._hook)
 
-    def __call__(self, buffers: Sequence[torch.Tensor], unscaling: float | None) -> bool:
+    def average_all(self, buffers: Sequence[torch.Tensor], unscaling: float | None) -> bool:
         """Makes gradients the mean over the replicas, in place; False: the pipeline has failed.
 
         Args:
@@ -287,16 +278,3 @@ class StageHook:
             if self._fault.raised:
                 return False
         return True
-
-
-def _while_alive(hook: StageHook) -> Callable[[list[torch.Tensor], float | None], bool]:
-    """For the engine, which would keep alive what the user's hook and its state refer to."""
-    alive = weakref.ref(hook)
-
-    def call_it(buffers: list[torch.Tensor], unscaling: float | None) -> bool:
-        made = alive()
-        if made is None:
-            raise RuntimeError("the pipeline is gone")
-        return made(buffers, unscaling)
-
-    return call_it

@@ -67,9 +67,6 @@ class Discarding:
         """Makes as if the batch and all later ones had not been; every rank does, drained.
 
         Gives what was taken back, and the Python exception that is the cause if it was raised here.
-
-        Args:
-            num_train_steps: calls so far.
         """
         stages, discards = self._stages, self._control.discards
         failure = self._why_discarded(batch)

@@ -50,12 +50,7 @@ class Ending:
         return not self.is_open and not self.has_failed
 
     def check_open(self) -> None:
-        """Raises if the pipeline was closed or has failed.
-
-        Raises:
-            StageError: the first failure.
-            RuntimeError: it was closed.
-        """
+        """Raises the first failure if the pipeline has failed, RuntimeError if it was closed."""
         if self._ended_by is not None:
             raise reworded(self._ended_by, f"the pipeline is closed: {self._ended_by}")
         if self._control.fault.raised:

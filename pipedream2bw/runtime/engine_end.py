@@ -63,18 +63,8 @@ def end_engine(
         )
     if [threading.get_ident()] in threads:
         # The garbage collector runs in any thread, also in one that is to be ended here.
-        arguments: tuple[object, ...] = (
-            executors,
-            [],
-            losses,
-            verdicts,
-            channels,
-            control,
-            grid,
-            unfinished,
-            guarded,
-        )
-        threading.Thread(target=end_engine, args=arguments).start()
+        parts = (losses, verdicts, channels, control, grid, unfinished, guarded)
+        threading.Thread(target=end_engine, args=(executors, [], *parts)).start()
         return
     with contextlib.ExitStack() as steps:  # last one first; all of them, even if one is interrupted
         for guard, parameter in guarded:

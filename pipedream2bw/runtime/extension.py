@@ -249,11 +249,7 @@ def check_extensions(extensions: Mapping[str, Extension]) -> None:
 
 
 def saved_by(extension: Extension) -> dict[str, Any] | None:
-    """What an extension saves.
-
-    Raises:
-        TypeError, ValueError: it is no dictionary, or has a key that is taken.
-    """
+    """What an extension saves; TypeError or ValueError if that is no dictionary that can be."""
     saved: object = extension.saved()
     what = f"{type(extension).__name__}.saved()"
     if saved is None:

@@ -58,12 +58,7 @@ def graph_setup(
     device: torch.device,
     num_stages: int,
 ) -> _C.GraphSetup:
-    """How a stage, one of so many of this process, uses graphs.
-
-    Args:
-        forwards: as :func:`with_graphs` gives it.
-        graphs: as :class:`PipelineModule` takes it.
-    """
+    """How a stage, one of so many of this process, uses graphs."""
     if isinstance(forwards, StageRunner):
         return _C.GraphSetup()
     most_bytes = most_bytes_of(device, num_stages)

@@ -15,8 +15,8 @@ from .accumulation import BatchPart
 from .local_stages import LocalStage, LocalStages
 from .microbatch import (
     SplitTree,
-    combined_hash,
     common_rows,
+    hash_of,
     hash_of_shapes,
     hash_of_values,
     microbatch_rows,
@@ -35,7 +35,6 @@ class Intake:
     """Checks calls, agrees on their microbatches and splits them.
 
     Args:
-        stages: those of this process.
         replicated: names of arguments that every microbatch gets whole.
         losses_are_means: over microbatches' rows; otherwise sums.
     """
@@ -107,9 +106,9 @@ class Intake:
             data.listed = Listed(tuple(rows), tuple(shapes), tuple(target_rows))
         data.announcement = Announcement(
             argument_rows=sum(rows) if rows else -1,
-            target_rows=_total(target_rows),
+            target_rows=sum(target_rows) if min(target_rows, default=-1) >= 0 else -1,
             target=of_values,
-            shapes=combined_hash(rows, shapes) if arguments.is_list else next(iter(shapes), -1),
+            shapes=hash_of((rows, shapes)) if arguments.is_list else next(iter(shapes), -1),
             training=int(is_train),
             ends_batch=-1 if part is None else int(part.ends),
             normalizer=normalizer,
@@ -285,7 +284,3 @@ def _weights_of_means(sizes: Sequence[int], of_batch: Sequence[int]) -> _C.LossW
         return _C.LossWeights(divisor=len(of_batch))
     rows = sum(of_batch)
     return _C.LossWeights(factors=[size / rows for size in sizes])
-
-
-def _total(rows: Sequence[int]) -> int:
-    return sum(rows) if rows and min(rows) >= 0 else -1

@@ -12,9 +12,13 @@ class JointUpdates:
 
     Where a transfer keeps a device busy, executors post receives by a plan that knows of these.
 
+    Args:
+        ties: stages of the model with parameters in common that are trained.
+        executors: those that post receives by a plan.
+
     Attributes:
         have_norm: whether all stages' updates wait for one norm.
-        tied: stages with parameters in common that are trained.
+        tied: the ties as stages of the schedule.
     """
 
     def __init__(
@@ -23,13 +27,6 @@ class JointUpdates:
         ties: Sequence[Sequence[int]],
         executors: Sequence[_C.Executor],
     ) -> None:
-        """Has no norm so far.
-
-        Args:
-            schedule: what the stages do.
-            ties: stages of the model with parameters in common that are trained.
-            executors: those that post receives by a plan.
-        """
         copies = range(0, schedule.num_stages, schedule.depth)
         self.have_norm = False
         self._has_one_delay = schedule.has_one_delay

@@ -75,11 +75,6 @@ class LazyNumber(_Number):
     def _is_taken_back(self, session: Session) -> bool:
         return session.discarding.is_taken_back(self.train_step, self._times_taken_back)
 
-    def _wait_for_update(self, read: Callable[[], list[float]]) -> list[float] | None:
-        """Waits for a number that exists after the last backward on every stage."""
-        self._check_can_come("its", train_steps_until_finished)
-        return self._wait(read)
-
     def _check_can_come(self, whose: str, count: Callable[[Session, int], int]) -> None:
         """Raises if last backwards are missing that need later train_steps.
 

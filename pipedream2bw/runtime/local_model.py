@@ -26,7 +26,6 @@ class LocalModel:
 
     Args:
         mode: says on which stages modules are.
-        extensions: of the pipeline.
         without_values: names of the parameters and buffers that are to be loaded.
 
     Attributes:
@@ -92,8 +91,7 @@ class LocalModel:
     def load(self, checkpoint: Checkpoint, strict: bool) -> Any:
         """Loads the process's part of the whole model's; gives what ``nn.Module`` gives."""
         root = self._root
-        known = set(root.state_dict(keep_vars=True).keys())
-        mine = self._names() & known
+        mine, known = self._names(), self.persistent_names()
         wanted = self.own_names(checkpoint.names)
         parameters = dict(root.named_parameters(remove_duplicate=False))
         given = {id(parameters[name]) for name in wanted if name in parameters}
@@ -119,7 +117,7 @@ class LocalModel:
 
     def own_names(self, names: Collection[str]) -> list[str]:
         """Gives the names of a ``state_dict`` that belong to this process's part."""
-        mine = self._names() & set(self._root.state_dict(keep_vars=True).keys())
+        mine = self._names()
         return [name for name in names if name in mine]
 
     def parts(self) -> dict[str, Part]:
@@ -211,10 +209,6 @@ class LocalModel:
             lines.append(line)
         return lines
 
-    def _has(self, module: str) -> bool:
-        """Whether the process runs the first of the stages that have a part of the module."""
-        return self._first_stage(module) in self._stages.grid.stages
-
     @functools.cached_property
     def _first_stages(self) -> dict[str, int]:
         """The first stage that has a part of a module, by the names of modules and their parts."""
@@ -244,10 +238,11 @@ class LocalModel:
 
     def _names(self) -> set[str]:
         """Entries of the model's state_dict that this process holds, aliases of tied ones too."""
-        root = self._root
-        parameters = list(root.named_parameters(remove_duplicate=False))
+        root, here = self._root, self._stages.grid.stages
+        parameters = {name for name, _ in root.named_parameters(remove_duplicate=False)}
         buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
-        mine = self._buffer_names()
+        known, mine = self.persistent_names(), self._buffer_names()
         mine |= {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        others = root.state_dict(keep_vars=True).keys() - {name for name, _ in parameters} - buffers
-        return mine | {name for name in others if self._has(name.rpartition(".")[0])}
+        others = known - parameters - buffers
+        mine |= {n for n in others if self._first_stage(n.rpartition(".")[0]) in here}
+        return mine & known

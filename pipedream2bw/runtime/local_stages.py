@@ -56,11 +56,6 @@ class LocalStages:
     when nobody refers to this object any more.
 
     Attributes:
-        root: the model.
-        schedule: what the stages do in which order.
-        grid: which process runs which stages.
-        control: how all ranks agree.
-        options: how the stages compute.
         losses: where the last stage's losses arrive.
         others: the stages of other processes; None in one process.
         joint_updates: which stages make their updates together.
@@ -69,6 +64,7 @@ class LocalStages:
         ties: keeps copies of tied weights equal; None: there are none.
         executors: of this process's ranks.
         verdicts: of all stages on each batch.
+        recorded_for: for what the executors' actions are recorded; None: they are not.
     """
 
     def __init__(
@@ -88,7 +84,7 @@ class LocalStages:
         self.options = options
         self._errors = KeptErrors()
         self.updates_wait = False
-        self._recorded_for: str | None = None
+        self.recorded_for: str | None = None
         devices = _device_of_each(schedule, options.devices)
         self._channels = Channels(
             grid,
@@ -324,21 +320,16 @@ class LocalStages:
             executor.set_late_forwards(late)
         self.joint_updates.plan_anew()
 
-    @property
-    def recorded_for(self) -> str | None:
-        """For what the executors' actions are recorded; None: they are not."""
-        return self._recorded_for
-
     def record(self, purpose: str) -> None:
         """Records what the executors do from now on. What was recorded before is dropped."""
         self.take_record()
-        self._recorded_for = purpose
+        self.recorded_for = purpose
         for executor in self.executors:
             executor.record(True)
 
     def take_record(self) -> list[_C.ExecutedAction]:
         """What has been recorded; ends recording."""
-        self._recorded_for = None
+        self.recorded_for = None
         for executor in self.executors:
             executor.record(False)
         return [action for executor in self.executors for action in executor.take_record()]

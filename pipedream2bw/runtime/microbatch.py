@@ -199,7 +199,7 @@ def hash_of_values(trees: Sequence[Any]) -> int:
         return -1
     some = [_some(each.detach().flatten()) for each in tensors if each.layout == torch.strided]
     some += [_some(each.ravel()) for each in arrays]
-    return _hash(([each.tolist() for each in some], _some(plain)))
+    return hash_of(([each.tolist() for each in some], _some(plain)))
 
 
 def _some(values: Any) -> Any:
@@ -213,14 +213,10 @@ def hash_of_shapes(values: Sequence[Any], whole: Sequence[bool], mode: object) -
         for value, keep in zip(values, whole, strict=True)
         if isinstance(value, torch.Tensor)
     ]
-    return _hash((mode, described))
+    return hash_of((mode, described))
 
 
-def combined_hash(rows: Sequence[int], shapes: Sequence[int]) -> int:
-    """A 62-bit number for ready-made microbatches of so many rows, with such hashes of shapes."""
-    return _hash((list(rows), list(shapes)))
-
-
-def _hash(described: object) -> int:
+def hash_of(described: object) -> int:
+    """A 62-bit number for what is described by its text, the same in all processes."""
     digest = hashlib.blake2b(repr(described).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

@@ -19,10 +19,6 @@ class ModelChanges:
 
     A mode is the capture of one state of what the model's code reads: modules' train and eval
     modes, numbers. It is kept for the next time that the model is in this state.
-
-    Args:
-        modes: the model's captures, one of which has been made.
-        stages: those of this process.
     """
 
     def __init__(self, modes: Modes, stages: LocalStages) -> None:
@@ -44,14 +40,7 @@ class ModelChanges:
         self._has_changed = False
 
     def look(self, *, running: bool) -> None:
-        """Looks at what the script has done since the last time.
-
-        Args:
-            running: whether batches may be being computed.
-
-        Raises:
-            ValueError: stages cannot follow it, or not at this time.
-        """
+        """Looks at what the script has done since the last time, see :meth:`Watch.look`."""
         self._stages.check_written(running=running)
         self._has_changed = self._watch.look(running=running)
 
@@ -65,11 +54,6 @@ class ModelChanges:
         """A number that ranks have in common if the script has done the same on all of them."""
         return (self._watch.digest << 16) + self._num_followed % 2**15 * 2 + self._has_changed
 
-    @property
-    def mode(self) -> Mode:
-        """The capture for what the model is now, or the first one where there is none yet."""
-        return self._modes.get(self._watch.state, self._first)
-
     def follow(self, drain: Callable[[], None], capture: Callable[[], Mode]) -> Mode:
         """Makes the stages follow what has changed, and gives the mode. Every rank calls it.
 
@@ -78,7 +62,7 @@ class ModelChanges:
             capture: captures the model as it is now, on all ranks.
         """
         if not self._has_changed:
-            return self.mode
+            return self._modes.get(self._watch.state, self._first)
         # What is under way is computed as it began. Modes may differ in their wiring. And torch.fx
         # traces by replacing nn.Module's call for all threads.
         drain()

@@ -191,8 +191,6 @@ class StageRunner:
     """Runs one stage's forwards; called by the stage's executor thread.
 
     Args:
-        stage: the stage of the model.
-        weights: its own.
         options: how the pipeline's stages compute. With ``recompute`` a forward of a train_step is
             called again before its backward.
 
@@ -444,20 +442,20 @@ def _one_row_told(rows: int) -> Iterator[None]:
         raise reworded(error, f"{text}. {hint}") from error
 
 
-def while_alive(bound_method: Any) -> Callable[[_C.ForwardCall], Any]:
+def while_alive(bound_method: Any) -> Callable[..., Any]:
     """A method for the engine, which Python's garbage collector cannot look into.
 
-    If the engine held the method's owner, a ``loss_fn`` or a model that knows the pipeline would
-    keep it alive.
+    If the engine held the method's owner, a ``loss_fn``, a hook or a model that knows the pipeline
+    would keep it alive.
     """
     # Not a WeakMethod, whose call is one in Python: every microbatch makes it.
     reference, method = weakref.ref(bound_method.__self__), bound_method.__func__
 
-    def call_it(call: _C.ForwardCall) -> Any:
+    def call_it(*arguments: Any) -> Any:
         alive = reference()
         if alive is None:
             raise RuntimeError("the pipeline is gone")
-        return method(alive, call)
+        return method(alive, *arguments)
 
     return call_it
 

@@ -12,7 +12,7 @@ from torch import nn
 from .. import _C
 from ..errors import reworded
 from ..model.local_shards import as_dtensors, parameter_at, shard_dimensions
-from ..ranks.agreement import BatchDiscarded, DrainWanted
+from ..ranks.agreement import DrainWanted
 from ..ranks.operations import Announcement, Operation
 from ..stages.modes import Mode, Modes
 from .accumulation import Accumulation, BatchPart, check_same_part
@@ -233,18 +233,14 @@ class Session:
         """
         try:
             return self.control.agree(operation, number, local)
-        except (BatchDiscarded, DrainWanted):
+        except DrainWanted:
             self.drain()  # raises if a batch is discarded
         return [] if operation == Operation.read_loss else self.agree(operation, number, local)
 
     # ------------------------------------------------------------------ draining, taking back
 
     def _take_back(self, batch: int) -> NoReturn:
-        """Makes as if the batch and all later ones had not been; every rank does, drained.
-
-        Raises:
-            StageError: why the batch is discarded.
-        """
+        """Makes as if the batch and all later ones had not been, and raises why; drained."""
         with self.interruptible_later():
             taken, original = self.discarding.take_back(batch, self.num_train_steps)
             self.num_train_steps = self.ending.batch = taken.train_step
@@ -256,10 +252,7 @@ class Session:
     def drain(self) -> None:
         """Finishes what was submitted on every stage; the model's Parameters show the newest.
 
-        Every rank calls it.
-
-        Raises:
-            StageError: a batch was discarded, and has been taken back.
+        Every rank calls it. StageError if a batch was discarded: it has been taken back.
         """
         self.stages.drain()  # also of copies submitted after the last drain
         self.first_unfinished = None

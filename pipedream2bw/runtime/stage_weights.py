@@ -111,8 +111,9 @@ class StageWeights:
         for name in program.buffers:
             owner, _, leaf = name.rpartition(".")
             self._holders[name] = (root.get_submodule(owner)._buffers, leaf)
-        for holder, leaf in self.buffer_places():
-            holder[leaf] = holder[leaf].to(device)
+        for name, buffer in self.named_buffers().items():
+            holder, leaf = self._holders[name]
+            holder[leaf] = buffer.to(device)
         self.engine = _C.Stage(
             parameters=[handle.detach().to(device) for handle in self.handles],
             names=list(self.trainable),
@@ -170,18 +171,8 @@ class StageWeights:
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """The stage's buffers as they are now, by name."""
-        return {name: holder[leaf] for name, (holder, leaf) in self._places().items()}
-
-    def buffer_places(self) -> list[tuple[dict[str, Any], str]]:
-        """The modules' dictionaries that hold the stage's buffers, and the names there."""
-        return list(self._places().values())
-
-    def _places(self) -> dict[str, tuple[dict[str, Any], str]]:
-        return {
-            name: (holder, leaf)
-            for name, (holder, leaf) in self._holders.items()
-            if holder[leaf] is not None
-        }
+        there = {name: holder[leaf] for name, (holder, leaf) in self._holders.items()}
+        return {name: buffer for name, buffer in there.items() if buffer is not None}
 
     def bind(self, program: StageProgram) -> list[StageFunction]:
         """The program as one function for each weight slot."""
@@ -321,7 +312,7 @@ def share_out(
             of_pipeline.append(StageWeights(model, root, spec, frozenset(names)))
             names.update(of_pipeline[-1].in_root)
         for group in _without_common_parameters(of_pipeline):
-            _make_clones(model, root, group, hooked)
+            _make_clones(root, group, hooked)
         made += of_pipeline
     return made
 
@@ -345,9 +336,7 @@ def _without_common_parameters(stages: Sequence[StageWeights]) -> list[list[Stag
     return groups
 
 
-def _make_clones(
-    model: nn.Module, root: nn.Module, stages: Sequence[StageWeights], hooked: Collection[str]
-) -> None:
+def _make_clones(root: nn.Module, stages: Sequence[StageWeights], hooked: Collection[str]) -> None:
     modules = [root.get_submodule(name) for name in hooked]
     for slot in range(max(stage.engine.num_slots for stage in stages)):
         mapping: dict[nn.Parameter, nn.Parameter] = {}

@@ -63,22 +63,17 @@ def check_room(slots: int, late: Sequence[int], num_microbatches: int) -> None:
         )
 
 
-def warn_without_delay(
-    schedule: Schedule, rank: int, options: Mapping[str, object], stacklevel: int
-) -> None:
+def warn_without_delay(schedule: Schedule, rank: int, options: Mapping[str, object]) -> None:
     """Warns on rank 0 of options for the delay that were given to a schedule without one.
 
     So one word changes the schedule of a script.
-
-    Args:
-        stacklevel: of the caller, as ``warnings.warn`` counts.
     """
     given = [f"{name}: {value}" for name, value in options.items() if value]
     if given and rank == 0 and not any(schedule.delay):
         warnings.warn(
             f'{", ".join(given)}, schedule: "{schedule.name}": without a delay this does nothing. '
             'Leave it out, or choose a schedule with a delay, such as "2bw"',
-            stacklevel=stacklevel + 1,
+            stacklevel=3,  # where the constructor is called
         )
 
 

@@ -22,8 +22,6 @@ def timeline_html(
     :func:`draw_timeline`. A thin line in the text's colour is an update.
 
     Args:
-        events: the actions.
-        title: a line above.
         unit: of their times, after a blank.
         span: the time that the picture's width stands for, to compare several; their own if None.
     """

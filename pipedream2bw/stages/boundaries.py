@@ -189,11 +189,7 @@ def _what_fits(allowed: Sequence[set[int]], bonds: Bonds, num_stages: int) -> li
 
 
 def _check_bonds(captured: Captured, boundaries: Sequence[int]) -> None:
-    """Refuses boundaries that separate what has to stay on one stage.
-
-    Raises:
-        ValueError: names the buffer (or value written in place) and both stages.
-    """
+    """Raises ValueError if boundaries separate what has to stay on one stage."""
     for bond in bonds_of(captured):
         first, last = (bisect.bisect(boundaries, layer) - 1 for layer in (bond.first, bond.last))
         if first != last:

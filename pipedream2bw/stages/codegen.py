@@ -97,15 +97,14 @@ class Writer:
     ) -> None:
         self._attribute_of = attribute_of
         self._draws_of = draws_of
-        self._attributes: dict[tuple[str, str, Any], str] = {}
-        self._attribute_list: list[Attribute] = []
+        self._attributes: dict[tuple[str, str, Any], tuple[str, Attribute]] = {}
         self._globals: dict[str, Any] = {}
         self._global_names: dict[int, str] = {}
         self._variables: dict[str, str] = {}
 
     def parameters(self) -> str:
         """The names of the attributes that have been referred to."""
-        return ", ".join(self._attributes.values())
+        return ", ".join(name for name, _ in self._attributes.values())
 
     def statements(self, nodes: Iterable[fx.Node], last_use: LastUses) -> Iterator[str]:
         """The lines that compute the nodes."""
@@ -126,7 +125,8 @@ class Writer:
         exec(compile(text, filename, "exec"), self._globals)
         make = self._globals["make"]
         weakref.finalize(make, linecache.cache.pop, filename, None).atexit = False
-        return StageSource(text, tuple(self._attribute_list), make)
+        attributes = tuple(attribute for _, attribute in self._attributes.values())
+        return StageSource(text, attributes, make)
 
     def _expression(self, node: fx.Node) -> str:
         if node.op == "output":
@@ -223,9 +223,8 @@ class Writer:
         key = (attribute.kind, attribute.target, part)
         if key not in self._attributes:
             label = "".join(char if char.isalnum() else "_" for char in attribute.target)
-            self._attributes[key] = f"a{len(self._attributes)}_{label}"
-            self._attribute_list.append(attribute)
-        return self._attributes[key]
+            self._attributes[key] = f"a{len(self._attributes)}_{label}", attribute
+        return self._attributes[key][0]
 
 
 def _last_uses(nodes: list[fx.Node], outputs: set[str]) -> LastUses:

@@ -12,11 +12,7 @@ from .codegen import StageFunction
 
 
 def compile_options(compile: bool | Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Returns the options for torch.compile, none if stages are not to be compiled.
-
-    Raises:
-        ValueError: there is no C++ compiler.
-    """
+    """The options for torch.compile, if any; ValueError if a compiler is missing."""
     if compile is False:
         return {}
     options = {} if compile is True else dict(compile)

@@ -14,12 +14,9 @@ from .modes import Mode
 
 
 def refuse_kept_activations(mode: Mode, root: nn.Module, loss_fn: Callable[..., Any]) -> None:
-    """Refuses hooks of earlier stages that write where the loss function reads.
+    """Raises ValueError if hooks of earlier stages may write where the loss function reads.
 
     They run in other threads or processes, several microbatches ahead.
-
-    Raises:
-        ValueError: a hook and ``loss_fn`` know the same list, dictionary, set or object.
     """
     hooked = {name: hooks for name, m in root.named_modules() if (hooks := list(hooks_of(m)))}
     if not hooked:

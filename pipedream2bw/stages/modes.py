@@ -62,10 +62,11 @@ class Mode:
                 )
 
 
+@dataclasses.dataclass
 class Modes:
     """Captures the model in its modes, over the same parameters and cut at the same places.
 
-    Args:
+    Attributes:
         recomputed_blocks: names of the modules whose forward is run again in the backward.
         dynamic_shapes: whether all sizes of arguments are left open that the model leaves open.
         numbers_draws: whether the stages number the random draws of their layers.
@@ -73,30 +74,20 @@ class Modes:
             profile, and this raises ValueError if it is another model.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        example: Example,
-        *,
-        num_stages: int,
-        split: str | Sequence[str],
-        replicated: Sequence[str],
-        recomputed_blocks: Sequence[str],
-        dynamic_shapes: bool = False,
-        numbers_draws: bool = False,
-        precision: Precision,
-        check_layers: Callable[[Captured], None] | None = None,
-    ) -> None:
-        self._root = root
-        self._num_stages = num_stages
-        self._example = precision.cast(example)
-        self._split = split
-        self._replicated = replicated
-        self._recomputed_blocks = recomputed_blocks
-        self._dynamic_shapes = dynamic_shapes
-        self._numbers_draws = numbers_draws
-        self._precision = precision
-        self._check_layers = check_layers
+    root: nn.Module
+    example: Example
+    _: dataclasses.KW_ONLY
+    num_stages: int
+    split: str | Sequence[str]
+    replicated: Sequence[str]
+    recomputed_blocks: Sequence[str]
+    dynamic_shapes: bool = False
+    numbers_draws: bool = False
+    precision: Precision
+    check_layers: Callable[[Captured], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.example = self.precision.cast(self.example)
         self._first: Mode | None = None
         self._num_captures = 0
 
@@ -109,14 +100,14 @@ class Modes:
     def capture(self) -> Mode:
         """Captures the model as its modules behave now."""
         with (
-            self._precision.as_in_stages() as addresses,
-            for_capture(self._root, self._example) as (root, (args, kwargs)),
+            self.precision.as_in_stages() as addresses,
+            for_capture(self.root, self.example) as (root, (args, kwargs)),
         ):
             options: dict[str, Any] = {
                 "example_args": args,
                 "example_kwargs": kwargs,
-                "replicated": self._replicated,
-                "dynamic_shapes": self._dynamic_shapes,
+                "replicated": self.replicated,
+                "dynamic_shapes": self.dynamic_shapes,
             }
             if self._first is not None:
                 with brought_together(root, (args, kwargs)) as root_here:
@@ -124,18 +115,18 @@ class Modes:
                 boundaries = place_like(captured, self.first.programs)
             else:
                 captured = self._capture_first(root, options)
-                boundaries = choose_boundaries(captured, self._num_stages, self._split)
+                boundaries = choose_boundaries(captured, self.num_stages, self.split)
             refuse_parameters(constants_of(captured), addresses)
         leaves = [captured.signature.tensors[position] for position in captured.input_positions]
-        whole = [not leaf.carries_batch(self._replicated) for leaf in leaves]
+        whole = [not leaf.carries_batch(self.replicated) for leaf in leaves]
         write = None
-        if self._recomputed_blocks:
-            names = self._recomputed_blocks
+        if self.recomputed_blocks:
+            names = self.recomputed_blocks
             write = written_as_blocks(
-                blocks_of_layers(captured, self._root, names, training=self._root.training)
+                blocks_of_layers(captured, self.root, names, training=self.root.training)
             )
         programs = split_into_stages(
-            captured, boundaries, numbers_draws=self._numbers_draws, write=write
+            captured, boundaries, numbers_draws=self.numbers_draws, write=write
         )
         mode = Mode(self._num_captures, captured, programs, whole)
         self._num_captures += 1
@@ -143,15 +134,15 @@ class Modes:
         return mode
 
     def _capture_first(self, root: nn.Module, options: Mapping[str, Any]) -> Captured:
-        if self._check_layers is None:
+        if self.check_layers is None:
             return capture(
-                root, num_stages=self._num_stages, split=self._split, balances=True, **options
+                root, num_stages=self.num_stages, split=self.split, balances=True, **options
             )
         example = options["example_args"], options["example_kwargs"]
         captured = capture_finely(
-            root, example, self._replicated, dynamic_shapes=self._dynamic_shapes
+            root, example, self.replicated, dynamic_shapes=self.dynamic_shapes
         )
-        self._check_layers(captured)
+        self.check_layers(captured)
         return captured
 
     def _capture_like_first(self, root: nn.Module, options: Mapping[str, Any]) -> Captured:
@@ -183,8 +174,8 @@ class Modes:
             return {}
         captured, programs = self.first.captured, self.first.programs
         return {
-            "mode of the model": "train" if self._root.training else "eval",
-            "parameters": list(describe_parameters(self._root)),
+            "mode of the model": "train" if self.root.training else "eval",
+            "parameters": list(describe_parameters(self.root)),
             "example arguments": [str(item) for item in captured.model_inputs],
             "capture": captured.how,
             "layers of the model": len(captured.layers),

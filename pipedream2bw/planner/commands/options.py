@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ...capture.device_figures import KNOWN_DEVICES, DeviceFigures
+from ...capture.device_figures import DeviceFigures
 from ...optimizer.staleness import ErrorFeedback, NesterovCorrection, Remedy
+from ..profiling.peaks import KNOWN_DEVICES
 
 
 @dataclasses.dataclass(frozen=True)

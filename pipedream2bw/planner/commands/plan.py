@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..._C import planned_schedules
-from ...capture.device_figures import KNOWN_DEVICES
 from ...commands.output import check_written
 from ...pictures.canvas import Matplotlib
 from ..pictures import draw_plan
@@ -19,6 +18,7 @@ from ..planning.plan import Plan
 from ..planning.planner import check_arguments, plan
 from ..planning.throughputs import throughputs
 from ..profiling import profiler
+from ..profiling.peaks import KNOWN_DEVICES
 from ..profiling.profile import Profile
 from .options import Options
 from .profile import MODEL_HELP, PROFILING, build_model

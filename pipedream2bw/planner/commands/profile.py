@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...capture.device_figures import KNOWN_DEVICES
 from ...commands.output import check_written
 from ...table import table
 from ...units import format_bytes, format_seconds
+from ..profiling.peaks import KNOWN_DEVICES
 from ..profiling.profile import Profile
 from ..profiling.profiler import check_arguments, profile
 from .options import Options

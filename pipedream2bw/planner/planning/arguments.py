@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ... import _C
-from ...checks import check_bool, check_number, check_whole_number
+from ...checks import check_number, check_whole_number
 from ...json_document import given_or_loaded
 from ...optimizer.options import EXCLUSIONS as OPTIMIZER_EXCLUSIONS
 from ...optimizer.options import OptimizerOptions
 from ...optimizer.staleness import NesterovCorrection, Remedies
 from ...options import EXCLUSIONS, Options
-from ...rules import among, check_values, refuse
+from ...rules import BOOL, among, check_values, refuse
 from ...units import parse_bytes
 from ..profiling.profile import Profile
 from .calibration import Calibration
@@ -123,7 +123,7 @@ class PlanArguments:
         degrees = sorted(set(numbers_to_try("tensor_parallel", given["tensor_parallel"])))
         patterns = {name: patterns_of(name, given[name]) for name in ("sharded", "summed")}
         check_degrees(degrees, patterns, given["objective"])
-        check_bool("unequal_replicas", given["unequal_replicas"])
+        BOOL.check("unequal_replicas", given["unequal_replicas"])
         check_number("max_late_share", given["max_late_share"])
         if given["max_late_share"] > 1:
             raise ValueError(f"max_late_share: {given['max_late_share']}, it must be at most 1")
