@@ -249,7 +249,10 @@ def _run(
     with pipe.timeline() as timeline:
         for number in range(1 + batches):
             try:
-                call = _checked(as_call(stream.take()))
+                call = as_call(stream.take())
+                if not isinstance(call, Microbatch):
+                    given = type(call).__name__
+                    raise TypeError(f"as_call: gives {given}, it must give a pd2.Microbatch")
             except Exception as error:
                 text = f"data_stalls(): {type(error).__name__}: {error}"
                 with contextlib.suppress(ValueError):  # so that the other ranks do not wait
@@ -282,12 +285,6 @@ def _alone(stream: _Stream, batches: int) -> tuple[list[float], list[Any]]:
         kept = [stream.take() for _ in range(-(-batches // stream.workers) * stream.workers)]
         times.append(sum(end - start for start, end in stream.parts()[0]) / len(kept))
     return times, kept[:batches]
-
-
-def _checked(call: Any) -> Microbatch:
-    if not isinstance(call, Microbatch):
-        raise TypeError(f"as_call: gives {type(call).__name__}, it must give a pd2.Microbatch")
-    return call
 
 
 def _refused(text: str) -> Microbatch:
