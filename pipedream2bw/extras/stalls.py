@@ -249,7 +249,7 @@ def _run(
     with pipe.timeline() as timeline:
         for number in range(1 + batches):
             try:
-                call = as_call(stream.take())
+                call: Any = as_call(stream.take())
                 if not isinstance(call, Microbatch):
                     given = type(call).__name__
                     raise TypeError(f"as_call: gives {given}, it must give a pd2.Microbatch")
