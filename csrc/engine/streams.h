@@ -102,17 +102,7 @@ inline void use_on(const at::Tensor& tensor, const MaybeStream& stream) {
 }
 
 // While it lives, the calling thread gives its work to the stream, and to the stream's device.
-class OnStream {
- public:
-  explicit OnStream(const MaybeStream& stream) {
-    if (stream) {
-      guard_.emplace(*stream);
-    }
-  }
-
- private:
-  std::optional<c10::StreamGuard> guard_;
-};
+using OnStream = c10::OptionalStreamGuard;
 
 // Where the stages of one rank work that are on one device. Nothing waits on `compute` but for what
 // it needs: what else a stage does has streams of its own.
