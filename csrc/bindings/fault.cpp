@@ -106,10 +106,6 @@ Failure describe_exception(const std::exception_ptr& error, int here,
 namespace {
 
 void bind_discards(py::module_& module) {
-  const auto of_failure = [](const Discards& self, auto get) -> py::object {
-    const auto failure = self.failure();
-    return failure ? py::object(get(*failure)) : py::none();
-  };
   py::class_<Discards, std::shared_ptr<Discards>>(module, "Discards")
       .def(py::init<std::shared_ptr<SharedBoard>>(), py::arg("shared").none(true))
       .def(
@@ -124,20 +120,12 @@ void bind_discards(py::module_& module) {
                                return first == Discards::kNone ? std::nullopt
                                                                : std::optional(first);
                              })
-      .def_property_readonly("batch",
-                             [of_failure](const Discards& self) {
-                               return of_failure(
-                                   self, [](const auto& found) { return py::int_(found.first); });
-                             })
-      .def_property_readonly("error",
-                             [of_failure](const Discards& self) {
-                               return of_failure(
-                                   self, [](const auto& found) { return error_of(found.second); });
-                             })
-      .def_property_readonly("kept",
-                             [](const Discards& self) {
-                               const auto failure = self.failure();
-                               return failure ? failure->second.kept : -1;
+      .def_property_readonly("failure",
+                             [](const Discards& self) -> py::object {
+                               const auto found = self.failure();
+                               return found ? py::make_tuple(found->first, error_of(found->second),
+                                                             found->second.kept)
+                                            : py::object(py::none());
                              })
       .def("go_on", &Discards::go_on);
 }
