@@ -30,20 +30,7 @@ void bind_partition(py::module_& module) {
   bind_struct(module, "Value", kValueCosts, std::pair("producer", &Value::producer),
               std::pair("consumers", &Value::consumers));
   module.def("split_stages", &split, py::arg("layers"), py::arg("num_stages"), py::arg("can_cut"),
-             py::arg("values"),
-             R"(Cuts layers into stages such that the slowest is as fast as possible.
-
-Exact; csrc/planner/partition/stage_split.h states rule, ties and method.
-
-Args:
-    layers: one per layer in execution order, seconds of one microbatch.
-    num_stages: how many stages there are to be.
-    can_cut: layers - 1: may a stage end after layer i; true num_stages - 1 times or more.
-    values: between layers, with seconds as paid by a stage that one leaves or enters.
-
-Returns:
-    The first layer of each stage.
-)");
+             py::arg("values"));
 }
 
 }  // namespace pd2
