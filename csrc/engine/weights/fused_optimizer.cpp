@@ -1,7 +1,6 @@
 #include "engine/weights/fused_optimizer.h"
 
 #include "core/check.h"
-#include "engine/weights/flat_buffer.h"
 
 #include <c10/core/DeviceGuard.h>
 
@@ -251,22 +250,14 @@ at::Tensor FusedOptimizer::kept_or_zeros() {
   return kept_;
 }
 
-std::int64_t FusedOptimizer::bytes_of_element() const {
-  std::int64_t bytes = kept_.defined() ? kept_.element_size() : 0;
+PaddedBytes FusedOptimizer::state_bytes() const {
+  std::int64_t element = kept_.defined() ? kept_.element_size() : 0;
   for (const State& state : states_) {
-    bytes += state.flat.defined() ? state.flat.element_size() : 0;
+    element += state.flat.defined() ? state.flat.element_size() : 0;
   }
-  return bytes;
-}
-
-std::int64_t FusedOptimizer::state_bytes() const {
   std::int64_t numel = 0;
   for (const ParameterSlice& slice : slices_) numel += slice.numel;
-  return numel * bytes_of_element();
-}
-
-std::int64_t FusedOptimizer::state_padding_bytes() const {
-  return state_numel_ * bytes_of_element() - state_bytes();
+  return {numel * element, (state_numel_ - numel) * element};
 }
 
 }  // namespace pd2

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/weights/device_passes.h"
+#include "engine/weights/flat_buffer.h"
 #include "kernels/grid/launch.h"
 #include "kernels/optimizer.h"
 
@@ -95,9 +96,8 @@ class FusedOptimizer {
   bool has_kept(std::size_t i) const { return has_kept_.at(i); }
   void set_has_kept(std::size_t i, bool has_kept) { has_kept_.at(i) = has_kept; }
 
-  // Bytes of state, and of what feedback keeps, that belong to parameters: padding not counted.
-  std::int64_t state_bytes() const;
-  std::int64_t state_padding_bytes() const;
+  // Of state, and of what feedback keeps.
+  PaddedBytes state_bytes() const;
 
  private:
   void check_arguments(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
@@ -114,8 +114,6 @@ class FusedOptimizer {
   };
   const State& find_state(std::string_view name) const;
   at::Tensor state_or_zeros(std::size_t which);
-  // Of one element of all that is allocated.
-  std::int64_t bytes_of_element() const;
 
   OptimizerKind kind_;
   std::vector<ParameterSlice> slices_;
