@@ -5,7 +5,6 @@
 #include "engine/recording.h"
 #include "engine/run/keyed_random.h"
 #include "engine/run/recorded_draws.h"
-#include "engine/run/split_backward.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
@@ -341,7 +340,7 @@ void ActionGraphs::backward(const Use& use, const Incoming& incoming, bool begin
         : begins_early          ? (stage_.gradients().replicas() ? kSums : kFetches)
         : !kind.refusal.empty() ? kind.refusal
                                 : kFirst);
-  run_autograd(incoming.roots, incoming.gradients, /*keep_graph=*/use.recording != nullptr);
+  run_autograd(incoming, /*keep_graph=*/use.recording != nullptr);
   ++kind.backwards;
 }
 
@@ -368,7 +367,7 @@ bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming,
                 "a gradient is no plain strided tensor");
       const KeyedRandom none(RandomPlace{}, {.is_of_backward = true, .is_recorded = true});
       record_work(*made.graph, kind.bytes,
-                  [&] { run_autograd(incoming.roots, made.gradients, /*keep_graph=*/true); });
+                  [&] { run_autograd({incoming.roots, made.gradients}, /*keep_graph=*/true); });
     } catch (...) {
       const std::string cause = setup_.cause_of(std::current_exception());
       stage_.gradients().set_state(before);

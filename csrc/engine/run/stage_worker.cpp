@@ -480,14 +480,13 @@ void StageWorker::backward(const Run& run, int microbatch) {
   }
   const bool begins_early = stage_->gradients().begins_early() && lets_sums_begin(run, microbatch);
   InFlight& in_flight = this->in_flight(run.id, microbatch);
-  run_backward(ActionKind::kBackward, run, microbatch,
-               [&](const auto& roots, const auto& gradients) {
-                 if (graphs_) {
-                   graphs_->backward(in_flight.graph, {roots, gradients}, begins_early);
-                 } else {
-                   run_autograd(roots, gradients, /*keep_graph=*/false);
-                 }
-               });
+  run_backward(ActionKind::kBackward, run, microbatch, [&](const Incoming& incoming) {
+    if (graphs_) {
+      graphs_->backward(in_flight.graph, incoming, begins_early);
+    } else {
+      run_autograd(incoming, /*keep_graph=*/false);
+    }
+  });
   end_flight(run.id, microbatch);
 }
 
@@ -498,10 +497,9 @@ void StageWorker::input_grad(const Run& run, int microbatch) {
   InFlight& in_flight = this->in_flight(run.id, microbatch);
   in_flight.split = std::make_unique<SplitBackward>();
   stage_->gradients().hold(&in_flight.held);
-  run_backward(ActionKind::kInputGrad, run, microbatch,
-               [&](const auto& roots, const auto& gradients) {
-                 in_flight.split->run_input_half(roots, gradients);
-               });
+  run_backward(ActionKind::kInputGrad, run, microbatch, [&](const Incoming& incoming) {
+    in_flight.split->run_input_half(incoming);
+  });
   stage_->gradients().hold(nullptr);
   in_flight.history.clear();
 }
@@ -537,7 +535,7 @@ void StageWorker::weight_grad(const Run& run, int microbatch) {
   end_flight(run.id, microbatch);
 }
 
-StageWorker::Incoming StageWorker::receive_gradients(const Run& run, InFlight& in_flight) const {
+Incoming StageWorker::receive_gradients(const Run& run, InFlight& in_flight) const {
   const Wiring& wiring = wirings_.at(in_flight.wiring);
   Incoming incoming;
   // The last consumer's gradient first: the order in which the unsplit backward adds them.
@@ -566,7 +564,7 @@ StageWorker::Incoming StageWorker::receive_gradients(const Run& run, InFlight& i
 }
 
 void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
-                               const Backward& execute) {
+                               const std::function<void(const Incoming&)>& execute) {
   InFlight& in_flight = this->in_flight(run.id, microbatch);
   if (mine_.recompute && !is_discarded(run)) {  // before waiting for the gradients
     attempt(run, [&] { recompute(run.id, microbatch, in_flight); });
@@ -600,7 +598,7 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
     }
     const auto compute = [&] {
       const KeyedRandom random = draw_by(in_flight.random_key, kind);
-      execute(incoming.roots, incoming.gradients);
+      execute(incoming);
     };
     is_good = attempt(run, compute, [&] { return sent_at.has_value(); });
   }
