@@ -2,12 +2,15 @@
 
 #include "core/check.h"
 #include "engine/this_thread.h"
+#include "transport/peer_error.h"
 
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <chrono>
 #include <ranges>
+#include <stdexcept>
+#include <typeinfo>
 #include <utility>
 
 namespace pd2 {
@@ -16,6 +19,22 @@ namespace {
 // Whether the stage is the first pipeline's.
 bool evaluates(const std::unique_ptr<StageWorker>& worker) {
   return worker->first_microbatch() == 0;
+}
+
+// Whether the exception that is being handled comes out of the user's code, as far as its type
+// tells.
+bool is_of_users_code() {
+  try {
+    throw;
+  } catch (const ChannelAborted&) {
+    return false;
+  } catch (const PeerError&) {
+    return false;
+  } catch (const std::logic_error& error) {
+    return typeid(error) != typeid(std::logic_error);  // PD2_ASSERT's
+  } catch (...) {
+    return true;
+  }
 }
 
 }  // namespace
@@ -58,13 +77,7 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
     submitted_.notify_all();
     executed_.notify_all();
   });
-  thread_ = std::thread([this] {
-    if (setup_.run_thread) {
-      setup_.run_thread([this] { loop(); });
-    } else {
-      loop();
-    }
-  });
+  thread_ = std::thread([this] { setup_.run_thread([this] { loop(); }); });
   // The loop begins by setting its thread's intra-op threads, which also sets the process's
   // default: the caller may set that back once the constructor has returned.
   std::unique_lock lock(mutex_);
@@ -228,12 +241,32 @@ bool Executor::discard(std::int64_t batch, bool has_sent) {
       !is_of_users_code()) {
     return false;
   }
-  setup_.discards->discard(batch, describe_failure(setup_, doing_, fault_->rank()));
+  setup_.discards->discard(batch, describe_failure(doing_));
   return true;
 }
 
+Failure Executor::describe_failure(const Doing& doing) const {
+  const Schedule& schedule = setup_.schedule;
+  Failure failure = setup_.describe(std::current_exception(), fault_->rank());
+  failure.stage = doing.stage % schedule.depth();
+  failure.replica = setup_.replica;
+  if (!doing.evaluating) {
+    failure.batch = doing.run;
+  }
+  failure.microbatch = schedule.number_in_batch(doing.stage, doing.microbatch);
+  failure.action = name_of(doing.kind);
+  failure.text = stage_name(*failure.stage, setup_.replica, setup_.num_replicas);
+  if (schedule.num_pipelines > 1) {
+    failure.text += detail::concat(" in pipeline ", schedule.pipeline(doing.stage));
+  }
+  failure.text += doing.evaluating ? ", evaluation" : detail::concat(", batch ", doing.run);
+  failure.text += detail::concat(", microbatch ", *failure.microbatch, ", ", *failure.action, ": ",
+                                 failure.cause);
+  return failure;
+}
+
 void Executor::fail(const Doing& doing) {
-  fault_->raise(describe_failure(setup_, doing, fault_->rank()));
+  fault_->raise(describe_failure(doing));
 }
 
 void Executor::loop() {

@@ -4,7 +4,6 @@
 #include "core/schedule/schedule.h"
 #include "engine/fault.h"
 #include "engine/run/action_log.h"
-#include "engine/run/failed_action.h"
 #include "engine/run/planned_receives.h"
 #include "engine/run/run.h"
 #include "engine/run/stage_worker.h"
@@ -121,7 +120,16 @@ class Executor {
   void evaluate(const Run& run);
   void abort_channels();
   bool is_empty() const;
-  // Raises the fault with the exception that is being handled.
+  struct Doing {
+    int stage = 0;
+    ActionKind kind = ActionKind::kForward;
+    std::int64_t run = 0;
+    int microbatch = 0;
+    bool evaluating = false;
+  };
+  // The exception that is being handled, and where it was thrown.
+  Failure describe_failure(const Doing& doing) const;
+  // Raises the fault with it.
   void fail(const Doing& doing);
   // Discards the batch because of it. False if it is not the user's mistake, or if some stage may
   // have made the batch's update already.
