@@ -23,8 +23,8 @@ void bind_graphs(py::module_& module) {
       .def(py::init([](bool always, std::optional<py::function> look,
                        std::optional<std::int64_t> most_bytes) {
              GraphSetup setup;
+             setup.always = always;
              if (look) {
-               setup.use = always ? UseGraphs::kAlways : UseGraphs::kAuto;
                setup.look = look_in_python(std::move(*look));
              }
              setup.cause_of = [](const std::exception_ptr& error) {
@@ -134,7 +134,6 @@ void bind_making(ExecutorClass& executor) {
                                  .num_threads = num_threads,
                                  .stages = std::move(stages),
                                  .on_loss = {},
-                                 .run_thread = {},
                                  .discards = std::move(discards),
                                  .discards_reach_all = discards_reach_all};
              return make_executor(std::move(setup), std::move(fault), losses,

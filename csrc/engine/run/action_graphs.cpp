@@ -176,7 +176,7 @@ class ActionGraphs::Recording {
 };
 
 std::unique_ptr<ActionGraphs> ActionGraphs::of(const ExecutorSetup& setup, const StageSetup& mine) {
-  if (mine.graphs.use == UseGraphs::kNever) {
+  if (!mine.graphs.look) {
     return nullptr;
   }
   std::string refusal;
@@ -198,7 +198,7 @@ ActionGraphs::ActionGraphs(Stage& stage, const GraphSetup& setup, std::string re
       setup_(setup),
       make_(by_device_type<MakeDeviceGraph>().find(stage.streams().device.type())),
       refusal_(std::move(refusal)) {
-  PD2_CHECK(refusal_.empty() || setup.use != UseGraphs::kAlways, "graphs: True, but ", refusal_);
+  PD2_CHECK(refusal_.empty() || !setup.always, "graphs: True, but ", refusal_);
 }
 
 ForwardResult ActionGraphs::forward(ForwardCall call, const Forward& run, Use& use,
@@ -434,7 +434,7 @@ bool ActionGraphs::make_room() {
 void ActionGraphs::refuse(Kind& kind, std::string_view action, std::string_view reason) const {
   kind.refusal = reason.substr(0, reason.find('\n'));  // without a stack
   kind.recorded.clear();                               // but for those in use
-  PD2_CHECK(setup_.use != UseGraphs::kAlways, "graphs: True, but ", action,
+  PD2_CHECK(!setup_.always, "graphs: True, but ", action,
             " cannot be recorded: ", kind.refusal);
 }
 
