@@ -2,7 +2,6 @@
 
 #include "core/check.h"
 #include "engine/by_device_type.h"
-#include "engine/recording.h"
 #include "engine/run/keyed_random.h"
 #include "engine/run/recorded_draws.h"
 
