@@ -58,10 +58,10 @@ void bind_structs(py::module_& module) {
            py::kw_only(), py::arg("index"), py::arg("stage"), py::arg("forward"),
            py::arg("recompute"), py::arg("graphs") = GraphSetup());
   py::class_<EdgeEnd>(module, "EdgeEnd")
-      .def(py::init([](std::shared_ptr<Receiver> receiver, std::shared_ptr<Sender> sender,
-                       int other) {
-             return EdgeEnd{std::move(receiver), std::move(sender), other};
-           }),
+      .def(py::init(
+               [](std::shared_ptr<Receiver> receiver, std::shared_ptr<Sender> sender, int other) {
+                 return EdgeEnd{std::move(receiver), std::move(sender), other};
+               }),
            py::kw_only(), py::arg("receiver").none(false), py::arg("sender").none(false),
            py::arg("other"));
   bind_struct(module, "LossWeights", std::pair("divisor", &LossWeights::divisor),

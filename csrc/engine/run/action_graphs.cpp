@@ -365,8 +365,9 @@ bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming,
       PD2_CHECK(std::ranges::all_of(incoming.gradients, is_plain),
                 "a gradient is no plain strided tensor");
       const KeyedRandom none(RandomPlace{}, {.is_of_backward = true, .is_recorded = true});
-      record_work(*made.graph, kind.bytes,
-                  [&] { run_autograd({incoming.roots, made.gradients}, /*keep_graph=*/true); });
+      record_work(*made.graph, kind.bytes, [&] {
+        run_autograd({incoming.roots, made.gradients}, /*keep_graph=*/true);
+      });
     } catch (...) {
       const std::string cause = setup_.cause_of(std::current_exception());
       stage_.gradients().set_state(before);
@@ -433,8 +434,7 @@ bool ActionGraphs::make_room() {
 void ActionGraphs::refuse(Kind& kind, std::string_view action, std::string_view reason) const {
   kind.refusal = reason.substr(0, reason.find('\n'));  // without a stack
   kind.recorded.clear();                               // but for those in use
-  PD2_CHECK(!setup_.always, "graphs: True, but ", action,
-            " cannot be recorded: ", kind.refusal);
+  PD2_CHECK(!setup_.always, "graphs: True, but ", action, " cannot be recorded: ", kind.refusal);
 }
 
 void ActionGraphs::count(const std::string& reason) {

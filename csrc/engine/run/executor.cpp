@@ -265,9 +265,7 @@ Failure Executor::describe_failure(const Doing& doing) const {
   return failure;
 }
 
-void Executor::fail(const Doing& doing) {
-  fault_->raise(describe_failure(doing));
-}
+void Executor::fail(const Doing& doing) { fault_->raise(describe_failure(doing)); }
 
 void Executor::loop() {
   name_this_thread("pd2 stage " + std::to_string(workers_.front()->stage()));

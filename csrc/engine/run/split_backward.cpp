@@ -66,9 +66,9 @@ void run_autograd(const Incoming& incoming, bool keep_graph) {
   if (incoming.roots.empty()) {
     return;
   }
-  torch::autograd::Engine::get_default_engine().execute(
-      incoming.roots, incoming.gradients, keep_graph, /*create_graph=*/false,
-      /*accumulate_grad=*/true);
+  torch::autograd::Engine::get_default_engine().execute(incoming.roots, incoming.gradients,
+                                                        keep_graph, /*create_graph=*/false,
+                                                        /*accumulate_grad=*/true);
 }
 
 // What reaches an operator, after all hooks.

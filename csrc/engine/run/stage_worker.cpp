@@ -497,9 +497,8 @@ void StageWorker::input_grad(const Run& run, int microbatch) {
   InFlight& in_flight = this->in_flight(run.id, microbatch);
   in_flight.split = std::make_unique<SplitBackward>();
   stage_->gradients().hold(&in_flight.held);
-  run_backward(ActionKind::kInputGrad, run, microbatch, [&](const Incoming& incoming) {
-    in_flight.split->run_input_half(incoming);
-  });
+  run_backward(ActionKind::kInputGrad, run, microbatch,
+               [&](const Incoming& incoming) { in_flight.split->run_input_half(incoming); });
   stage_->gradients().hold(nullptr);
   in_flight.history.clear();
 }
