@@ -74,10 +74,6 @@ class LossBoard {
 
  private:
   using Work = c10::intrusive_ptr<c10d::Work>;
-  struct Part {
-    std::int64_t run;
-    RunLoss loss;
-  };
   bool is_here(std::size_t part) const {
     return !group_ || group_->getRank() == last_stages_[part];
   }
@@ -121,8 +117,8 @@ class LossBoard {
   // How many of these, from the first on, need no further run. Not a run's number: runs that were
   // discarded are repeated.
   std::size_t num_due_ = 0;
-  std::vector<std::deque<Part>> published_;  // by part: not yet added
-  std::vector<Work> under_way_;              // transfers over the group that the thread waits for
+  std::vector<std::deque<std::pair<std::int64_t, RunLoss>>> published_;  // by part: not yet added
+  std::vector<Work> under_way_;  // transfers over the group that the thread waits for
   bool closed_ = false;
   std::thread thread_;
 };
