@@ -1,4 +1,3 @@
-#include "engine/by_device_type.h"
 #include "engine/weights/device_passes.h"
 #include "engine/weights/tensor_norms.h"
 #include "kernels/cpu/step.h"
@@ -137,10 +136,6 @@ at::Tensor norms_on_cpu(const std::vector<at::Tensor>& tensors, double norm_type
 
 DevicePasses cpu_passes() {
   return {[](const FlatStep&, at::Tensor&) {}, &step_on_cpu, &norms_on_cpu};
-}
-
-const DevicePasses* find_device_passes(c10::DeviceType type) {
-  return by_device_type<DevicePasses>().find(type);
 }
 
 }  // namespace pd2

@@ -1,6 +1,7 @@
 // What a kind of device does for optimizers: passes over flat buffers, found by device type.
 #pragma once
 
+#include "engine/by_device_type.h"
 #include "kernels/grid/launch.h"
 #include "kernels/grid/step_table.h"
 
@@ -33,9 +34,8 @@ struct DevicePasses {
   at::Tensor (*norms)(const std::vector<at::Tensor>& tensors, double norm_type);
 };
 
-DevicePasses cpu_passes();  // shared out to threads
-// The CPU's are there from the beginning, CUDA's where they were built; see by_device_type(). Null
-// if there are none.
-const DevicePasses* find_device_passes(c10::DeviceType type);
+// Shared out to threads. They are there by_device_type() from the beginning, CUDA's where they were
+// built.
+DevicePasses cpu_passes();
 
 }  // namespace pd2

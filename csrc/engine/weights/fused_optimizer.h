@@ -45,14 +45,10 @@ struct ParameterSlice {
 // that of torch.optim.SGD, Adam and AdamW with foreach=False.
 class FusedOptimizer {
  public:
-  // Whether there are passes for weights or masters of this dtype (float32, float64) and this
-  // device (see device_passes.h).
-  static bool supports(at::ScalarType dtype, at::Device device);
-
   // `flat_example` gives length, dtype and device of gradients; its content is not read. State is
   // of that dtype too; of bfloat16 gradients, which bfloat16 weights with a master may have, it is
   // float32. Slices are in ascending order. Throws ValueError for slices that overlap, are not on a
-  // 64-byte boundary or leave the buffer, and where supports() is false.
+  // 64-byte boundary or leave the buffer, for other dtypes and where the device has no passes.
   FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
                  const at::Tensor& flat_example);
 
@@ -122,6 +118,7 @@ class FusedOptimizer {
   std::int64_t state_numel_ = 0;
   at::ScalarType gradient_dtype_;
   at::TensorOptions options_;  // of the arithmetic
+  const DevicePasses* passes_;
   std::vector<State> states_;
   std::vector<std::int64_t> step_counts_;
   std::vector<bool> has_momentum_;

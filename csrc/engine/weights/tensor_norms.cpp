@@ -35,7 +35,7 @@ at::Tensor norms_of(const std::vector<at::Tensor>& tensors, double norm_type) {
     std::vector<at::Tensor> alike;
     for (const std::size_t member : members) alike.push_back(tensors[member]);
     const c10::DeviceGuard guard(alike.front().device());
-    const DevicePasses* passes = find_device_passes(alike.front().device().type());
+    const DevicePasses* passes = by_device_type<DevicePasses>().find(alike.front().device().type());
     const bool is_known = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
     const bool has_pass = passes != nullptr && is_known &&
                           (norm_type == 1 || norm_type == 2 || norm_type == INFINITY);
