@@ -4,7 +4,6 @@
 #include "core/schedule/validate.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <deque>
 #include <limits>
 #include <optional>

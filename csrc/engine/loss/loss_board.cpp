@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
-#include <cstdint>
 #include <set>
 
 namespace pd2 {

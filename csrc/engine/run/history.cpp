@@ -2,7 +2,6 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-#include <utility>
 
 namespace pd2 {
 

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <typeindex>
 #include <unordered_map>
-#include <unordered_set>
 
 namespace pd2 {
 

@@ -2,15 +2,11 @@
 
 #include "core/check.h"
 #include "engine/clock.h"
-#include "engine/run/keyed_random.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 
 #include <algorithm>
-#include <optional>
-#include <utility>
-#include <vector>
 
 namespace pd2 {
 namespace {

@@ -3,7 +3,6 @@
 #include "core/check.h"
 #include "engine/channels/wait_for_work.h"
 
-#include <algorithm>
 
 namespace pd2 {
 

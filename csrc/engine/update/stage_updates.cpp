@@ -7,8 +7,6 @@
 
 #include <chrono>
 #include <iterator>
-#include <utility>
-#include <vector>
 
 namespace pd2 {
 

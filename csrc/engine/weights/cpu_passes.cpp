@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <cstring>
 #include <iterator>
-#include <type_traits>
 #include <variant>
 
 namespace pd2 {
