@@ -30,10 +30,7 @@ class GradientNorm:
 class Clipping:
     def __init__(self, norm: GradientNorm | None, loss_scale: LossScale | None): ...
 
-class ProcessGroupSender:
-    def __init__(self, ring: SharedRing | None): ...
-
-class ProcessGroupReceiver:
+class Peer:
     def __init__(self, ring: SharedRing | None): ...
 
 class Fault:
