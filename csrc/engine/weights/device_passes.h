@@ -30,7 +30,7 @@ struct DevicePasses {
   void (*upload)(const FlatStep& step, at::Tensor& table);
   void (*step)(const FlatStep& step, const at::Tensor& table);
   // Of dense float32, float64 or bfloat16 tensors, all of one dtype. `norm_type` is 1, 2 or
-  // infinity. See tensor_norms.h.
+  // infinity. See tensor_norms.h. Null: torch's own will do.
   at::Tensor (*norms)(const std::vector<at::Tensor>& tensors, double norm_type);
 };
 

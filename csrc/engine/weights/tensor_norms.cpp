@@ -37,7 +37,7 @@ at::Tensor norms_of(const std::vector<at::Tensor>& tensors, double norm_type) {
     const c10::DeviceGuard guard(alike.front().device());
     const DevicePasses* passes = by_device_type<DevicePasses>().find(alike.front().device().type());
     const bool is_known = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
-    const bool has_pass = passes != nullptr && is_known &&
+    const bool has_pass = passes != nullptr && passes->norms != nullptr && is_known &&
                           (norm_type == 1 || norm_type == 2 || norm_type == INFINITY);
     const at::Tensor values =
         has_pass ? passes->norms(alike, norm_type) : norms_by_torch(alike, norm_type);
