@@ -334,7 +334,7 @@ void Executor::run_actions(ListKind list, std::int64_t last) {
     const auto place = runs_.find(last - before);
     return place == runs_.end() ? nullptr : &place->second;
   };
-  receives_.begin_list(runs_.rbegin()->second.wiring, list, find);
+  receives_.begin(runs_.rbegin()->second.wiring, list, find);
   const std::vector<Action>& actions = pd2::actions(this->actions(), list);
   for (int i = 0; i < static_cast<int>(actions.size()); ++i) {
     Action action = actions[i];
@@ -399,7 +399,7 @@ void Executor::evaluate(const Run& run) {
   PD2_ASSERT(is_empty(), "evaluation needs a drained pipeline");
   // Microbatch by microbatch: a channel holds a limited number of unreceived messages.
   for (int number = 0; number < static_cast<int>(run.layouts.size()); ++number) {
-    receives_.begin_evaluation(run.wiring, [&](int& microbatch) {
+    receives_.begin(run.wiring, std::nullopt, [&](int& microbatch) {
       microbatch = number;
       return &run;
     });
