@@ -107,8 +107,17 @@ void Executor::drop_connections() {
 
 Executor::Ticket Executor::submit(std::function<void()> command) {
   fault_->rethrow_if_raised();
-  auto after_caller = [this, given = given_here(), command = std::move(command)] {
-    follow(given);
+  // What the calling thread's streams of each device, and the streams of its inputs, had been given.
+  std::vector<std::array<Fence, 2>> given;
+  for (const StageStreams* each : streams_) {
+    given.push_back({Fence::here(each->device), Fence::of(each->inputs)});
+  }
+  auto after_caller = [this, given = std::move(given), command = std::move(command)] {
+    for (std::size_t i = 0; i < streams_.size(); ++i) {
+      for (const Fence& fence : given[i]) {
+        fence.hold_back(streams_[i]->compute);
+      }
+    }
     command();
   };
   Ticket ticket;
@@ -412,24 +421,6 @@ void Executor::evaluate(const Run& run) {
       worker->evaluate(run, number);
       receives_.end_action();
       worker->wait_for_device();
-    }
-  }
-}
-
-// ---------------------------------------------------------------- devices
-
-Executor::Given Executor::given_here() const {
-  Given given;
-  for (const StageStreams* each : streams_) {
-    given.push_back({Fence::here(each->device), Fence::of(each->inputs)});
-  }
-  return given;
-}
-
-void Executor::follow(const Given& given) const {
-  for (std::size_t i = 0; i < streams_.size(); ++i) {
-    for (const Fence& fence : given[i]) {
-      fence.hold_back(streams_[i]->compute);
     }
   }
 }

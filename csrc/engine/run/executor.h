@@ -101,12 +101,7 @@ class Executor {
   std::vector<ExecutedAction> take_record() { return log_.take(); }
 
  private:
-  // What the submitting thread's streams of one device, and the streams of its inputs, had been
-  // given.
-  using Given = std::vector<std::array<Fence, 2>>;
   const RankActions& actions() const { return setup_.schedule.ranks.at(setup_.rank); }
-  Given given_here() const;
-  void follow(const Given& given) const;
   Ticket submit(std::function<void()> command);
   void loop();
   // How many runs before the current one the microbatch is.
