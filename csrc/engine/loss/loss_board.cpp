@@ -130,7 +130,9 @@ void LossBoard::bring_losses() {
       }
       {
         const std::lock_guard lock(mutex_);
-        deliver(*numbers);
+        const double* data = numbers->const_data_ptr<double>();
+        expected_.front().second->give(is_loss(*numbers) ? std::vector(data, data + numbers->numel())
+                                                         : std::vector<double>());
       }
       if (sends) {
         send(*numbers, readers_);
@@ -170,12 +172,6 @@ std::optional<at::Tensor> LossBoard::add_up(Next& next) {
     }
   }
   return std::nullopt;
-}
-
-void LossBoard::deliver(const at::Tensor& numbers) {
-  const double* data = numbers.const_data_ptr<double>();
-  expected_.front().second->give(is_loss(numbers) ? std::vector(data, data + numbers.numel())
-                                                  : std::vector<double>());
 }
 
 void LossBoard::send(const at::Tensor& numbers, const std::vector<int>& ranks) {

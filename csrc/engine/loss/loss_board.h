@@ -85,8 +85,6 @@ class LossBoard {
   std::optional<Next> wait_for_next();
   // Whether the next expected loss needs no further run. Called under the lock.
   bool is_due() const { return num_due_ > 0; }
-  // Gives the next expected loss. Called under the lock.
-  void deliver(const at::Tensor& numbers);
 
   void bring_losses();
   // Adds the next loss's parts that are published here, and sends the sum on along the chain.
