@@ -399,8 +399,10 @@ void StageWorker::evaluate(const Run& run, int microbatch) {
   InFlight none;
   ForwardCall call = receive_values(run, microbatch, none);
   updates_.await(stage_->versions().newest());
-  const ActionRange range(mine_.index, microbatch, stage_->versions().newest());
-  call.slot = stage_->versions().slot(stage_->versions().newest());
+  const std::int64_t newest = stage_->versions().newest();
+  const ActionRange range({mine_.index, ActionKind::kForward, run.id, microbatch, newest, 0, 0},
+                          /*evaluates=*/true);
+  call.slot = stage_->versions().slot(newest);
   std::optional<ForwardResult> result;
   if (!is_discarded(run) && !attempt(run, [&] { result = mine_.forward(std::move(call)); })) {
     result.reset();
