@@ -97,16 +97,16 @@ int step_of(const Period& period, int chunk, ActionKind kind) {
 }
 
 struct Pattern {
-  Turns turns{};
+  std::vector<Period> periods;  // by rank
   int least_microbatches = 1;
   int most_on_round_trip = 1;
 };
 
-Pattern pattern_with(const Turns& turns, const std::vector<Period>& periods) {
-  Pattern pattern = {.turns = turns,
-                     .most_on_round_trip = most_between(periods.front(), 0, kForward, kInputGrad)};
+Pattern pattern_with(std::vector<Period> periods) {
+  Pattern pattern = {.periods = std::move(periods)};
+  pattern.most_on_round_trip = most_between(pattern.periods.front(), 0, kForward, kInputGrad);
   int& least = pattern.least_microbatches;
-  for (const Period& period : periods) {
+  for (const Period& period : pattern.periods) {
     for (int chunk = 0; chunk < 2; ++chunk) {
       // W of microbatch m - 1 comes before F of microbatch 2 m.
       least = std::max(least, most_between(period, chunk, kForward, kWeightGrad) - 1);
@@ -122,8 +122,7 @@ std::optional<Pattern> find_pattern(int ranks, const VSteps& steps) {
   for (int first = 1; first <= kSlots; ++first) {
     for (int second = 1; second <= kSlots; ++second) {
       for (int third = 1; third <= kSlots; ++third) {
-        const Turns turns = {first, second, third};
-        const auto periods = periods_with(ranks, steps, turns);
+        auto periods = periods_with(ranks, steps, {first, second, third});
         if (!periods) continue;
         int most = 0, sum = 0;
         for (const Period& period : *periods) {
@@ -134,14 +133,14 @@ std::optional<Pattern> find_pattern(int ranks, const VSteps& steps) {
         const std::tuple cost = {most, sum, first + second + third};
         if (best && cost >= least) continue;
         least = cost;
-        best = pattern_with(turns, *periods);
+        best = pattern_with(*std::move(periods));
       }
     }
   }
   return best;
 }
 
-std::optional<Pattern> pattern_of(int ranks, const VSteps& steps) {
+const std::optional<Pattern>& pattern_of(int ranks, const VSteps& steps) {
   static std::mutex mutex;
   static std::map<std::pair<int, VSteps>, std::optional<Pattern>> found;
   const std::lock_guard lock(mutex);
@@ -281,9 +280,8 @@ int most_on_round_trip(int ranks, const VSteps& steps) {
 }
 
 std::optional<std::vector<Period>> v_periods(int ranks, const VSteps& steps) {
-  const std::optional<Pattern> pattern = pattern_of(ranks, steps);
-  if (!pattern) return std::nullopt;
-  return periods_with(ranks, steps, pattern->turns);
+  const std::optional<Pattern>& pattern = pattern_of(ranks, steps);
+  return pattern ? std::optional(pattern->periods) : std::nullopt;
 }
 
 Schedule make_v_schedule(std::string_view name, const std::vector<Period>& periods,
