@@ -131,8 +131,8 @@ void LossBoard::bring_losses() {
       {
         const std::lock_guard lock(mutex_);
         const double* data = numbers->const_data_ptr<double>();
-        expected_.front().second->give(is_loss(*numbers) ? std::vector(data, data + numbers->numel())
-                                                         : std::vector<double>());
+        expected_.front().second->give(
+            is_loss(*numbers) ? std::vector(data, data + numbers->numel()) : std::vector<double>());
       }
       if (sends) {
         send(*numbers, readers_);

@@ -107,7 +107,8 @@ void Executor::drop_connections() {
 
 Executor::Ticket Executor::submit(std::function<void()> command) {
   fault_->rethrow_if_raised();
-  // What the calling thread's streams of each device, and the streams of its inputs, had been given.
+  // What the calling thread's streams of each device, and the streams of its inputs, had been
+  // given.
   std::vector<std::array<Fence, 2>> given;
   for (const StageStreams* each : streams_) {
     given.push_back({Fence::here(each->device), Fence::of(each->inputs)});

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-
 namespace pd2 {
 
 void History::add_sinks(std::vector<Message>& inbound) {

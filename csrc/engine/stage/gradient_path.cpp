@@ -3,7 +3,6 @@
 #include "core/check.h"
 #include "engine/channels/wait_for_work.h"
 
-
 namespace pd2 {
 
 GradientPath::GradientPath(const StageLayout& layout, const Slots& slots,
