@@ -12,22 +12,31 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace pd2 {
 namespace {
 
-// Python's None if there is none.
+using Seconds = std::chrono::duration<double>;
 template <typename T>
-std::optional<std::shared_ptr<T>> or_none(std::unique_ptr<T> object) {
-  return object ? std::optional<std::shared_ptr<T>>(std::move(object)) : std::nullopt;
+using OfPython = std::conditional_t<std::is_same_v<T, Seconds>, double, T>;
+
+// For Python, where seconds are a number: None in place of null.
+template <typename T, typename... Arguments>
+auto or_none(std::unique_ptr<T> (*make)(Arguments...)) {
+  return [make](OfPython<Arguments>... given) {
+    std::unique_ptr<T> made = make(Arguments(given)...);
+    return made ? std::optional<std::shared_ptr<T>>(std::move(made)) : std::nullopt;
+  };
 }
 
 // None without a ring. To end it the device must be waited for.
@@ -42,32 +51,14 @@ std::optional<std::shared_ptr<End>> end_of_device_ring(std::unique_ptr<DeviceRin
 
 void bind_shared_memory(py::module_& module) {
   py::class_<SharedRing, std::shared_ptr<SharedRing>>(module, "SharedRing")
-      .def_static(
-          "create",
-          [](std::uint32_t num_slots, double timeout) {
-            return or_none(SharedRing::create(num_slots, SharedRing::Timeout(timeout)));
-          },
-          py::arg("num_slots"), py::arg("timeout"))
-      .def_static(
-          "open",
-          [](const std::string& address, double timeout) {
-            return or_none(SharedRing::open(address, SharedRing::Timeout(timeout)));
-          },
-          py::arg("address"), py::arg("timeout"))
+      .def_static("create", or_none(&SharedRing::create), py::arg("num_slots"), py::arg("timeout"))
+      .def_static("open", or_none(&SharedRing::open), py::arg("address"), py::arg("timeout"))
       .def_property_readonly("address", &SharedRing::address);
   py::class_<SharedBoard, std::shared_ptr<SharedBoard>>(module, "SharedBoard")
-      .def_static(
-          "create",
-          [](int num_ranks, int row_size, double timeout) {
-            return or_none(SharedBoard::create(num_ranks, row_size, SharedBoard::Timeout(timeout)));
-          },
-          py::arg("num_ranks"), py::arg("row_size"), py::arg("timeout"))
-      .def_static(
-          "open",
-          [](const std::string& address, int rank, double timeout) {
-            return or_none(SharedBoard::open(address, rank, SharedBoard::Timeout(timeout)));
-          },
-          py::arg("address"), py::arg("rank"), py::arg("timeout"))
+      .def_static("create", or_none(&SharedBoard::create), py::arg("num_ranks"),
+                  py::arg("row_size"), py::arg("timeout"))
+      .def_static("open", or_none(&SharedBoard::open), py::arg("address"), py::arg("rank"),
+                  py::arg("timeout"))
       .def_property_readonly("address", &SharedBoard::address)
       .def(
           "begin_exchange",
