@@ -29,7 +29,7 @@ class ListWalk {
   };
 
   ListWalk(const Schedule& schedule, const std::vector<StageEdge>& edges, const Lists& lists,
-           ListKind kind, Updates updates)
+           Updates updates)
       : schedule_(schedule),
         lists_(lists),
         messages_(schedule, edges, {lowest(lists), schedule.num_microbatches - lowest(lists)},
@@ -49,11 +49,11 @@ class ListWalk {
       int& before = shares_[action.stage];
       if (share && (before == kNone || before >= *share)) before = *share - 1;
     });
-    expect_unsent(kind);
   }
 
   // Gives updates that ranks have to wait for too, of which the others were none: begin anew, then.
-  AwaitedUpdates run() {
+  AwaitedUpdates run(ListKind kind) {
+    expect_unsent(kind);
     for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) wake(rank);
     do {
       while (!awake_.empty()) {
@@ -349,8 +349,8 @@ ReceivePlan plan_receives(const Schedule& schedule, const std::vector<StageEdge>
       JointProgress progress(schedule, joint);
       if (kind == ListKind::kSteady) progress.begin_steady(at_end);
       if (kind == ListKind::kEpilogue) progress.begin_epilogue(at_end);
-      ListWalk walk(schedule, edges, lists, kind, {std::move(progress), awaited});
-      const AwaitedUpdates more = walk.run();
+      ListWalk walk(schedule, edges, lists, {std::move(progress), awaited});
+      const AwaitedUpdates more = walk.run(kind);
       std::size_t num_more = 0;
       for (std::size_t rank = 0; rank < more.size(); ++rank) {
         awaited[rank].insert(awaited[rank].end(), more[rank].begin(), more[rank].end());

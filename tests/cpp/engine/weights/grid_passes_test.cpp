@@ -3,6 +3,7 @@
 #include "engine/weights/grid_passes.h"
 
 #include "checked_device/host_grid.h"
+#include "core/check.h"
 #include "engine/by_device_type.h"
 #include "engine/weights/fused_optimizer.h"
 #include "engine/weights/tensor_norms.h"
