@@ -1,6 +1,6 @@
 """Errors that carry data; their texts are for people, their attributes for programs.
 
-The engine and the core throw the same kinds; csrc/bindings/errors.cpp makes these classes of them.
+The engine and the core throw the same kinds; csrc/bindings/fault.cpp makes these classes of them.
 """
 
 from __future__ import annotations

@@ -22,9 +22,7 @@ struct ForwardCall;
 struct ForwardResult;
 struct GivenInputs;
 
-void bind_errors();
 void bind_schedule(py::module_& module);
-void bind_partition(py::module_& module);
 void bind_plan(py::module_& module);
 void bind_shared_memory(py::module_& module);
 void bind_fault(py::module_& module);

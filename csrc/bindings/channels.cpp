@@ -12,22 +12,31 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace pd2 {
 namespace {
 
-// Python's None if there is none.
+using Seconds = std::chrono::duration<double>;
 template <typename T>
-std::optional<std::shared_ptr<T>> or_none(std::unique_ptr<T> object) {
-  return object ? std::optional<std::shared_ptr<T>>(std::move(object)) : std::nullopt;
+using OfPython = std::conditional_t<std::is_same_v<T, Seconds>, double, T>;
+
+// For Python, where seconds are a number: None in place of null.
+template <typename T, typename... Arguments>
+auto or_none(std::unique_ptr<T> (*make)(Arguments...)) {
+  return [make](OfPython<Arguments>... given) {
+    std::unique_ptr<T> made = make(Arguments(given)...);
+    return made ? std::optional<std::shared_ptr<T>>(std::move(made)) : std::nullopt;
+  };
 }
 
 // None without a ring. To end it the device must be waited for.
@@ -38,47 +47,18 @@ std::optional<std::shared_ptr<End>> end_of_device_ring(std::unique_ptr<DeviceRin
   return std::shared_ptr<End>(new End(std::move(ring), device, peer_rank), delete_without_gil<End>);
 }
 
-// A group's name, the other end's number in it and a tag.
-using Headers = std::tuple<std::string, int, int>;
-
-std::optional<HeaderPath> header_path(const std::optional<Headers>& headers) {
-  if (!headers) {
-    return std::nullopt;
-  }
-  const auto& [group, peer, tag] = *headers;
-  return HeaderPath{resolve_group(group), peer, tag};
-}
-
 }  // namespace
 
 void bind_shared_memory(py::module_& module) {
   py::class_<SharedRing, std::shared_ptr<SharedRing>>(module, "SharedRing")
-      .def_static(
-          "create",
-          [](std::uint32_t num_slots, double timeout) {
-            return or_none(SharedRing::create(num_slots, SharedRing::Timeout(timeout)));
-          },
-          py::arg("num_slots"), py::arg("timeout"))
-      .def_static(
-          "open",
-          [](const std::string& address, double timeout) {
-            return or_none(SharedRing::open(address, SharedRing::Timeout(timeout)));
-          },
-          py::arg("address"), py::arg("timeout"))
+      .def_static("create", or_none(&SharedRing::create), py::arg("num_slots"), py::arg("timeout"))
+      .def_static("open", or_none(&SharedRing::open), py::arg("address"), py::arg("timeout"))
       .def_property_readonly("address", &SharedRing::address);
   py::class_<SharedBoard, std::shared_ptr<SharedBoard>>(module, "SharedBoard")
-      .def_static(
-          "create",
-          [](int num_ranks, int row_size, double timeout) {
-            return or_none(SharedBoard::create(num_ranks, row_size, SharedBoard::Timeout(timeout)));
-          },
-          py::arg("num_ranks"), py::arg("row_size"), py::arg("timeout"))
-      .def_static(
-          "open",
-          [](const std::string& address, int rank, double timeout) {
-            return or_none(SharedBoard::open(address, rank, SharedBoard::Timeout(timeout)));
-          },
-          py::arg("address"), py::arg("rank"), py::arg("timeout"))
+      .def_static("create", or_none(&SharedBoard::create), py::arg("num_ranks"),
+                  py::arg("row_size"), py::arg("timeout"))
+      .def_static("open", or_none(&SharedBoard::open), py::arg("address"), py::arg("rank"),
+                  py::arg("timeout"))
       .def_property_readonly("address", &SharedBoard::address)
       .def(
           "begin_exchange",
@@ -141,10 +121,30 @@ void bind_device_rings(py::module_& module) {
       .def_property_readonly("is_idle", &DeviceRingReceiver::is_idle);
 }
 
+// `headers`: a group's name, the other end's number in it and a tag.
+void bind_peer(py::module_& module) {
+  using Headers = std::tuple<std::string, int, int>;
+  py::class_<Peer>(module, "Peer")
+      .def(py::init([](const std::string& group, int number, int rank, c10::Device device,
+                       std::shared_ptr<SharedRing> ring, const std::optional<Headers>& headers,
+                       bool pins_memory) {
+             Peer peer{resolve_group(group), number, rank, device, std::move(ring)};
+             if (headers) {
+               const auto& [hosts, number_there, tag] = *headers;
+               peer.headers = HeaderPath{resolve_group(hosts), number_there, tag};
+             }
+             peer.pins_memory = pins_memory;
+             return peer;
+           }),
+           py::kw_only(), py::arg("group"), py::arg("number"), py::arg("rank"), py::arg("device"),
+           py::arg("ring"), py::arg("headers"), py::arg("pins_memory"));
+}
+
 }  // namespace
 
 void bind_channels(py::module_& module) {
   bind_ends(module);
+  bind_peer(module);
   bind_device_rings(module);
   module.def(
       "abort_on_fault",
@@ -158,30 +158,11 @@ void bind_channels(py::module_& module) {
            py::arg("destination"));
   py::class_<ProcessGroupSender, Sender, std::shared_ptr<ProcessGroupSender>>(module,
                                                                               "ProcessGroupSender")
-      .def(py::init([](const std::string& group, int peer, int peer_rank, c10::Device device,
-                       std::shared_ptr<SharedRing> ring, std::optional<Headers> headers,
-                       std::size_t max_unawaited) {
-             return std::make_shared<ProcessGroupSender>(
-                 Peer{resolve_group(group), peer, peer_rank, device, std::move(ring),
-                      header_path(headers)},
-                 max_unawaited);
-           }),
-           py::kw_only(), py::arg("group"), py::arg("peer"), py::arg("peer_rank"),
-           py::arg("device"), py::arg("ring"), py::arg("headers"), py::arg("max_unawaited"))
+      .def(py::init<Peer, std::size_t>(), py::kw_only(), py::arg("peer"), py::arg("max_unawaited"))
       .def("connect", &ProcessGroupSender::connect, py::call_guard<py::gil_scoped_release>());
   py::class_<ProcessGroupReceiver, Receiver, std::shared_ptr<ProcessGroupReceiver>>(
       module, "ProcessGroupReceiver")
-      .def(py::init([](const std::string& group, int peer, int peer_rank, c10::Device device,
-                       std::shared_ptr<SharedRing> ring, std::optional<Headers> headers,
-                       std::size_t posted_ahead, bool pins_memory) {
-             return std::make_shared<ProcessGroupReceiver>(
-                 Peer{resolve_group(group), peer, peer_rank, device, std::move(ring),
-                      header_path(headers), pins_memory},
-                 posted_ahead);
-           }),
-           py::kw_only(), py::arg("group"), py::arg("peer"), py::arg("peer_rank"),
-           py::arg("device"), py::arg("ring"), py::arg("headers"), py::arg("posted_ahead"),
-           py::arg("pins_memory"))
+      .def(py::init<Peer, std::size_t>(), py::kw_only(), py::arg("peer"), py::arg("posted_ahead"))
       .def("connect", &ProcessGroupReceiver::connect, py::call_guard<py::gil_scoped_release>());
   py::class_<StagedSender, Sender, std::shared_ptr<StagedSender>>(module, "StagedSender")
       .def(py::init(

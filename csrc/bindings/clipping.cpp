@@ -5,10 +5,8 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 namespace pd2 {
 namespace {

@@ -23,8 +23,8 @@ void bind_graphs(py::module_& module) {
       .def(py::init([](bool always, std::optional<py::function> look,
                        std::optional<std::int64_t> most_bytes) {
              GraphSetup setup;
+             setup.always = always;
              if (look) {
-               setup.use = always ? UseGraphs::kAlways : UseGraphs::kAuto;
                setup.look = look_in_python(std::move(*look));
              }
              setup.cause_of = [](const std::exception_ptr& error) {
@@ -57,20 +57,13 @@ void bind_structs(py::module_& module) {
            }),
            py::kw_only(), py::arg("index"), py::arg("stage"), py::arg("forward"),
            py::arg("recompute"), py::arg("graphs") = GraphSetup());
-  py::class_<InboundEdge>(module, "InboundEdge")
-      .def(py::init([](std::shared_ptr<Receiver> values, std::shared_ptr<Sender> gradients,
-                       int producer) {
-             return InboundEdge{std::move(values), std::move(gradients), producer};
-           }),
-           py::kw_only(), py::arg("values").none(false), py::arg("gradients").none(false),
-           py::arg("producer"));
-  py::class_<OutboundEdge>(module, "OutboundEdge")
-      .def(py::init([](std::shared_ptr<Sender> values, std::shared_ptr<Receiver> gradients,
-                       int consumer) {
-             return OutboundEdge{std::move(values), std::move(gradients), consumer};
-           }),
-           py::kw_only(), py::arg("values").none(false), py::arg("gradients").none(false),
-           py::arg("consumer"));
+  py::class_<EdgeEnd>(module, "EdgeEnd")
+      .def(py::init(
+               [](std::shared_ptr<Receiver> receiver, std::shared_ptr<Sender> sender, int other) {
+                 return EdgeEnd{std::move(receiver), std::move(sender), other};
+               }),
+           py::kw_only(), py::arg("receiver").none(false), py::arg("sender").none(false),
+           py::arg("other"));
   bind_struct(module, "LossWeights", std::pair("divisor", &LossWeights::divisor),
               std::pair("factors", &LossWeights::factors));
   bind_struct(module, "Run", std::pair("id", &Run::id), std::pair("wiring", &Run::wiring),
@@ -141,7 +134,6 @@ void bind_making(ExecutorClass& executor) {
                                  .num_threads = num_threads,
                                  .stages = std::move(stages),
                                  .on_loss = {},
-                                 .run_thread = {},
                                  .discards = std::move(discards),
                                  .discards_reach_all = discards_reach_all};
              return make_executor(std::move(setup), std::move(fault), losses,
@@ -153,8 +145,8 @@ void bind_making(ExecutorClass& executor) {
            py::arg("losses"), py::arg("keep_error"))
       .def(
           "set_wiring",
-          [](Executor& self, int stage, int id, std::vector<InboundEdge> inbound,
-             std::vector<OutboundEdge> outbound) {
+          [](Executor& self, int stage, int id, std::vector<EdgeEnd> inbound,
+             std::vector<EdgeEnd> outbound) {
             self.worker(stage).set_wiring(id, {std::move(inbound), std::move(outbound)});
           },
           py::kw_only(), py::arg("stage"), py::arg("id"), py::arg("inbound"), py::arg("outbound"))

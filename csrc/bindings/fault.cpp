@@ -1,12 +1,15 @@
-// Failures of a running pipeline as the exceptions of pipedream2bw/errors.py.
+// Errors of the core, and failures of a running pipeline, as the classes of pipedream2bw/errors.py.
 #include "engine/fault.h"
 
 #include "bindings/bindings.h"
+#include "core/schedule/errors.h"
 #include "engine/discards.h"
+#include "planner/plan/plan.h"
 #include "transport/peer_error.h"
 
 #include <torch/csrc/Exceptions.h>
 
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -69,11 +72,33 @@ void set_error(const Failure& failure) {
   PyErr_SetObject(py::type::of(error).ptr(), error.ptr());
 }
 
-void translate_failure(std::exception_ptr raised) {
+// Raises NAME(text, **attributes).
+void raise(const char* name, const std::exception& error, const py::dict& attributes) {
+  const py::object type = errors().attr(name);
+  PyErr_SetObject(type.ptr(), type(error.what(), **attributes).ptr());
+}
+
+py::dict attributes_of(const ScheduleError& error) {
+  py::object cell = py::none();
+  if (error.place()) {
+    const ScheduleError::Place& place = *error.place();
+    cell = py::make_tuple(place.rank, to_string(place.list), place.position);
+  }
+  return py::dict(py::arg("rule") = to_string(error.rule()), py::arg("cell") = cell);
+}
+
+// What is thrown here and is none of these is translated as pybind11 does.
+void translate(std::exception_ptr raised) {
   try {
     if (raised) {
       std::rethrow_exception(raised);
     }
+  } catch (const Deadlock& error) {
+    raise("Deadlock", error, attributes_of(error));
+  } catch (const ScheduleError& error) {
+    raise("ScheduleError", error, attributes_of(error));
+  } catch (const DoesNotFit& error) {
+    raise("DoesNotFit", error, py::dict(py::arg("limit") = error.limit()));
   } catch (const PipelineError& error) {
     set_error(error.failure());
   } catch (const PeerError&) {
@@ -106,10 +131,6 @@ Failure describe_exception(const std::exception_ptr& error, int here,
 namespace {
 
 void bind_discards(py::module_& module) {
-  const auto of_failure = [](const Discards& self, auto get) -> py::object {
-    const auto failure = self.failure();
-    return failure ? py::object(get(*failure)) : py::none();
-  };
   py::class_<Discards, std::shared_ptr<Discards>>(module, "Discards")
       .def(py::init<std::shared_ptr<SharedBoard>>(), py::arg("shared").none(true))
       .def(
@@ -124,20 +145,12 @@ void bind_discards(py::module_& module) {
                                return first == Discards::kNone ? std::nullopt
                                                                : std::optional(first);
                              })
-      .def_property_readonly("batch",
-                             [of_failure](const Discards& self) {
-                               return of_failure(
-                                   self, [](const auto& found) { return py::int_(found.first); });
-                             })
-      .def_property_readonly("error",
-                             [of_failure](const Discards& self) {
-                               return of_failure(
-                                   self, [](const auto& found) { return error_of(found.second); });
-                             })
-      .def_property_readonly("kept",
-                             [](const Discards& self) {
-                               const auto failure = self.failure();
-                               return failure ? failure->second.kept : -1;
+      .def_property_readonly("failure",
+                             [](const Discards& self) -> py::object {
+                               const auto found = self.failure();
+                               return found ? py::make_tuple(found->first, error_of(found->second),
+                                                             found->second.kept)
+                                            : py::object(py::none());
                              })
       .def("go_on", &Discards::go_on);
 }
@@ -167,7 +180,7 @@ void bind_fault(py::module_& module) {
         const auto failure = self.failure();
         return failure ? failure->kept : -1;
       });
-  py::register_local_exception_translator(&translate_failure);
+  py::register_local_exception_translator(&translate);
 }
 
 }  // namespace pd2

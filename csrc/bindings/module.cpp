@@ -3,9 +3,7 @@
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The engine of pipedream2bw.";
-  pd2::bind_errors();
   pd2::bind_schedule(module);
-  pd2::bind_partition(module);
   pd2::bind_plan(module);
   pd2::bind_shared_memory(module);
   pd2::bind_fault(module);

@@ -153,15 +153,9 @@ void bind_weights(StageClass& stage) {
       .def(
           "whole_masters",
           [](Stage& self, const std::shared_ptr<Fault>& fault) {
-            std::vector<std::optional<at::Tensor>> masters;
-            const py::gil_scoped_release no_gil;
-            const auto is_stopped = [&fault] { return fault->raised(); };
-            for (at::Tensor& master : self.masters().hidden(is_stopped)) {
-              masters.emplace_back(master.defined() ? std::optional(master) : std::nullopt);
-            }
-            return masters;
+            return self.masters().hidden([&fault] { return fault->raised(); });
           },
-          py::arg("fault"))
+          py::arg("fault"), py::call_guard<py::gil_scoped_release>())
       .def("master_buffers",
            [](const Stage& self) {
              std::vector<at::Tensor> buffers;

@@ -32,9 +32,8 @@ class Discards {
   void discard(std::int64_t batch, Failure failure) {
     {
       const std::lock_guard lock(mutex_);
-      if (!failure_ || batch < batch_) {
-        batch_ = batch;
-        failure_ = std::make_unique<Failure>(std::move(failure));
+      if (!failure_ || batch < failure_->first) {
+        failure_.emplace(batch, std::move(failure));
       }
     }
     discard(batch);
@@ -55,7 +54,7 @@ class Discards {
   // The failure of the earliest batch among those that happened in this process.
   std::optional<std::pair<std::int64_t, Failure>> failure() const {
     const std::lock_guard lock(mutex_);
-    return failure_ ? std::optional(std::pair(batch_, *failure_)) : std::nullopt;
+    return failure_;
   }
   // The discarded batches have been taken back, in all processes. All stages are idle.
   void go_on() {
@@ -72,8 +71,7 @@ class Discards {
   std::atomic<std::uint64_t>* const word_;
   std::atomic<std::uint64_t> generation_ = 0;
   mutable std::mutex mutex_;
-  std::int64_t batch_ = kNone;
-  std::unique_ptr<Failure> failure_;  // null: none
+  std::optional<std::pair<std::int64_t, Failure>> failure_;
 };
 
 }  // namespace pd2

@@ -5,14 +5,29 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
 #include <exception>
+#include <future>
+#include <thread>
+#include <utility>
 
 namespace pd2 {
 
 // Releases a reference to a group. With the last one the group ends, and gloo's waits then for
 // collectives that have begun: where another process is stopped, up to their timeout. That may
 // follow other waits for the same process, so after a moment the group is left to a thread.
-void release_group(c10::intrusive_ptr<c10d::ProcessGroup>& group);
+inline void release_group(c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  if (!group) {
+    return;
+  }
+  std::promise<void> ended;
+  const std::future<void> is_ended = ended.get_future();
+  std::thread([group = std::move(group), ended = std::move(ended)]() mutable {
+    group.reset();
+    ended.set_value();
+  }).detach();
+  is_ended.wait_for(std::chrono::milliseconds(500));
+}
 
 // Aborts the group when the fault is raised, if it is still there: a device that waits for a
 // transfer of which the other end is gone goes on, and with it the threads that wait for the

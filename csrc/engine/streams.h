@@ -12,6 +12,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
+#include <mutex>
 #include <optional>
 
 namespace pd2 {
@@ -46,6 +47,14 @@ inline MaybeStream own_stream(c10::Device device, Urgency urgency = Urgency::kBa
   }
   return c10::impl::VirtualGuardImpl(device.type())
       .getStreamFromGlobalPool(device, urgency == Urgency::kMessage);
+}
+
+// One recording of a device's work at a time in a process: what torch's allocator and the device's
+// libraries keep for it is shared. Meanwhile that allocator can give no memory back, and says so by
+// an error: whoever asks it to has this lock.
+inline std::mutex& recording_mutex() {
+  static std::mutex one;
+  return one;
 }
 
 // The work that a stream had been given at some time. Copies are the same fence.
@@ -102,17 +111,7 @@ inline void use_on(const at::Tensor& tensor, const MaybeStream& stream) {
 }
 
 // While it lives, the calling thread gives its work to the stream, and to the stream's device.
-class OnStream {
- public:
-  explicit OnStream(const MaybeStream& stream) {
-    if (stream) {
-      guard_.emplace(*stream);
-    }
-  }
-
- private:
-  std::optional<c10::StreamGuard> guard_;
-};
+using OnStream = c10::OptionalStreamGuard;
 
 // Where the stages of one rank work that are on one device. Nothing waits on `compute` but for what
 // it needs: what else a stage does has streams of its own.

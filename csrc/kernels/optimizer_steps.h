@@ -13,7 +13,6 @@
 #include "kernels/optimizer.h"
 
 #include <cmath>
-#include <cstdint>
 
 namespace pd2::kernels {
 

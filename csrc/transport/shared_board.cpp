@@ -1,6 +1,7 @@
 #include "transport/shared_board.h"
 
 #include <algorithm>
+#include <array>
 #include <new>
 #include <numeric>
 #include <stdexcept>

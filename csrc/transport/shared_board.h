@@ -4,7 +4,6 @@
 #include "transport/peer_error.h"
 #include "transport/shared_memory.h"
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>

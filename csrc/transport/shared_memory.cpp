@@ -1,26 +1,20 @@
 #include "transport/shared_memory.h"
 
-#include <cstdio>
-#include <random>
-#include <utility>
-
-#ifdef __linux__
 #include <cerrno>
 #include <climits>
+#include <cstdio>
 #include <ctime>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
+#include <random>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
+#include <utility>
 
 namespace pd2 {
-
-#ifdef __linux__
-
 namespace {
 
 int descriptor_of(int process) { return static_cast<int>(syscall(SYS_pidfd_open, process, 0)); }
@@ -145,19 +139,5 @@ void sleep_while(const std::atomic<std::uint32_t>& word, std::uint32_t value,
 void wake(const std::atomic<std::uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
-
-#else
-
-std::unique_ptr<SharedMemory> SharedMemory::create(std::size_t) { return nullptr; }
-std::unique_ptr<SharedMemory> SharedMemory::open(const std::string&) { return nullptr; }
-SharedMemory::~SharedMemory() = default;
-WatchedProcess::WatchedProcess(int) : descriptor_(-1), had_ended_(false) {}
-WatchedProcess::~WatchedProcess() = default;
-bool WatchedProcess::has_ended() const { return had_ended_; }
-int number_of_this_process() { return 0; }
-void sleep_while(const std::atomic<std::uint32_t>&, std::uint32_t, std::chrono::nanoseconds) {}
-void wake(const std::atomic<std::uint32_t>&) {}
-
-#endif
 
 }  // namespace pd2

@@ -2,8 +2,6 @@
 
 #include "transport/peer_error.h"
 
-#include <chrono>
-#include <cstdint>
 #include <new>
 #include <thread>
 #include <utility>

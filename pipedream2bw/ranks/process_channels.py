@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,20 +178,21 @@ def end_of_channel(
     if headers is not None:
         hosts, tag = headers
         way_of_headers = (hosts.group_name, dist.get_group_rank(hosts, peer), tag)
-    options: dict[str, Any] = {
-        "group": group.group_name,
-        "peer": dist.get_group_rank(group, peer),
-        "peer_rank": peer,
-        "device": torch.device("cpu") if on_hosts else device,
-        "ring": ring,
-        "headers": way_of_headers,
-    }
+    other = _C.Peer(
+        group=group.group_name,
+        number=dist.get_group_rank(group, peer),
+        rank=peer,
+        device=torch.device("cpu") if on_hosts else device,
+        ring=ring,
+        headers=way_of_headers,
+        pins_memory=is_staged and not is_source,
+    )
     if is_source:
-        sender = _C.ProcessGroupSender(**options, max_unawaited=most_under_way)
+        sender = _C.ProcessGroupSender(peer=other, max_unawaited=most_under_way)
         if is_staged:
             return _C.StagedSender(hosts=sender, device=device, fault=fault), None
         return sender, None
     # What a device waits for holds up all that it is given later, so the engine says when.
     posted_ahead = 2 if on_hosts else 0
-    receiver = _C.ProcessGroupReceiver(**options, posted_ahead=posted_ahead, pins_memory=is_staged)
+    receiver = _C.ProcessGroupReceiver(peer=other, posted_ahead=posted_ahead)
     return None, _C.StagedReceiver(hosts=receiver, device=device) if is_staged else receiver

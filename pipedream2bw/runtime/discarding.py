@@ -70,8 +70,8 @@ class Discarding:
         """
         stages, discards = self._stages, self._control.discards
         failure = self._why_discarded(batch)
-        is_mine = discards.batch == batch
-        original = stages.take_error(discards.kept if is_mine else -1)
+        mine = discards.failure
+        original = stages.take_error(mine[2] if mine and mine[0] == batch else -1)
         is_evaluation = batch not in self._begun
         now = _Begun(num_train_steps, self._accumulation.counts)
         begun = self._begun.get(batch, now)
@@ -106,7 +106,8 @@ class Discarding:
     def _why_discarded(self, batch: int) -> StageError:
         """Why a batch is discarded. Every rank calls it, drained."""
         control = self._control
-        error = control.discards.error if control.discards.batch == batch else None
+        mine = control.discards.failure
+        error = mine[1] if mine and mine[0] == batch else None
         if control.peers is None:
             assert error is not None
             return error

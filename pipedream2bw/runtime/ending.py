@@ -199,12 +199,12 @@ class Ending:
         """Raises the first failure of all ranks, and ends this one's part."""
         mine, kept = self._control.fault.error, self._control.fault.kept
         assert mine is not None
-        why = self._control.discards.error
-        is_cause = why is not None and isinstance(mine, (PeerLost, PeerTimeout))
-        if why is not None and is_cause:
+        discarded = self._control.discards.failure
+        is_cause = discarded is not None and isinstance(mine, (PeerLost, PeerTimeout))
+        if discarded is not None and is_cause:
+            _, why, kept = discarded
             # Its batch was to be taken back, but a rank waits: for this one's shard of a stage.
             mine = reworded(why, f"{str(why).rstrip('.')}. Nobody could take that back: {mine}")
-            kept = self._control.discards.kept
         original = self._stages.take_error(kept)
         first = self._control.report(mine)
         first = mine if is_cause else first

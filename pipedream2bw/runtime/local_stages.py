@@ -259,25 +259,19 @@ class LocalStages:
             first = here - here % d
             producers = [first + producer for producer in sorted(program.receives)]
             consumers = [first + consumer for consumer in sorted(program.sends)]
+            inbound, outbound = (
+                [
+                    _C.EdgeEnd(
+                        receiver=channels.receivers[other, here],
+                        sender=channels.senders[here, other],
+                        other=other,
+                    )
+                    for other in others
+                ]
+                for others in (producers, consumers)
+            )
             stage.executor.set_wiring(
-                stage=here,
-                id=mode.wiring,
-                inbound=[
-                    _C.InboundEdge(
-                        values=channels.receivers[producer, here],
-                        gradients=channels.senders[here, producer],
-                        producer=producer,
-                    )
-                    for producer in producers
-                ],
-                outbound=[
-                    _C.OutboundEdge(
-                        values=channels.senders[here, consumer],
-                        gradients=channels.receivers[consumer, here],
-                        consumer=consumer,
-                    )
-                    for consumer in consumers
-                ],
+                stage=here, id=mode.wiring, inbound=inbound, outbound=outbound
             )
 
     def check_written(self, *, running: bool) -> None:

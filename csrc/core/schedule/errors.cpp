@@ -7,46 +7,46 @@ namespace {
 
 constexpr int kMaxColumns = 32;
 
-struct GridCell {
-  std::string text;
-  bool marked = false;
-};
+using Rows = std::vector<std::vector<std::string>>;  // of cells, with a place for marks around each
 
-std::vector<std::vector<GridCell>> rows_of(const Schedule& schedule, ListKind list,
-                                           const std::vector<Mark>& marks) {
-  std::vector<std::vector<GridCell>> rows;
+Rows rows_of(const Schedule& schedule, ListKind list, const std::vector<Mark>& marks) {
+  Rows rows;
   for (const RankActions& rank : schedule.ranks) {
-    std::vector<GridCell>& row = rows.emplace_back();
-    for (const Action& action : actions(rank, list)) row.push_back({.text = to_string(action)});
-  }
-  for (const Mark& mark : marks) {
-    if (mark.cell.list != list) continue;
-    std::vector<GridCell>& row = rows.at(mark.cell.rank);
-    if (mark.missing.empty()) {
-      row.at(mark.cell.index).marked = true;
-    } else {
-      row.push_back({.text = mark.missing, .marked = true});
+    std::vector<std::string>& row = rows.emplace_back();
+    for (const Action& action : actions(rank, list)) {
+      row.push_back(detail::concat(" ", to_string(action), " "));
     }
+  }
+  for (const auto& [cell, missing] : marks) {
+    if (cell.list != list) continue;
+    std::vector<std::string>& row = rows.at(cell.rank);
+    if (!missing.empty()) {
+      row.push_back(detail::concat(">", missing, "<"));
+      continue;
+    }
+    row.at(cell.index).front() = '>';
+    row.at(cell.index).back() = '<';
   }
   return rows;
 }
 
-int first_marked_column(const std::vector<std::vector<GridCell>>& rows) {
+int first_marked_column(const Rows& rows) {
   std::optional<std::size_t> first;
   for (const auto& row : rows) {
-    const auto cell = std::find_if(row.begin(), row.end(), [](const auto& c) { return c.marked; });
-    const auto column = static_cast<std::size_t>(cell - row.begin());
-    if (cell != row.end() && (!first || column < *first)) first = column;
+    for (std::size_t column = 0; column < std::min(row.size(), first.value_or(row.size()));
+         ++column) {
+      if (row[column].front() == '>') first = column;
+    }
   }
   return static_cast<int>(first.value_or(0));
 }
 
-void append_list(std::string& text, const std::vector<std::vector<GridCell>>& rows) {
+void append_list(std::string& text, const Rows& rows) {
   std::size_t num_columns = 0;
   std::size_t width = 0;
   for (const auto& row : rows) {
     num_columns = std::max(num_columns, row.size());
-    for (const GridCell& cell : row) width = std::max(width, cell.text.size());
+    for (const std::string& cell : row) width = std::max(width, cell.size());
   }
   std::size_t begin = 0;
   if (num_columns > kMaxColumns) begin = std::max(0, first_marked_column(rows) - kMaxColumns / 2);
@@ -54,16 +54,12 @@ void append_list(std::string& text, const std::vector<std::vector<GridCell>>& ro
   const std::size_t label_width = std::to_string(rows.size()).size();
 
   for (std::size_t rank = 0; rank < rows.size(); ++rank) {
-    const std::vector<GridCell>& row = rows[rank];
+    const std::vector<std::string>& row = rows[rank];
     const std::string label = std::to_string(rank);
     text += detail::concat("  rank ", std::string(label_width - label.size(), ' '), label, " |");
     if (begin > 0) text += " ...";
     for (std::size_t column = begin; column < std::min(end, row.size()); ++column) {
-      const GridCell& cell = row[column];
-      text += cell.marked ? ">" : " ";
-      text += cell.text;
-      text += cell.marked ? "<" : " ";
-      text += std::string(width - cell.text.size(), ' ');
+      text += row[column] + std::string(width - row[column].size(), ' ');
     }
     if (row.size() > end) text += " ...";
     text.erase(text.find_last_not_of(' ') + 1);

@@ -4,7 +4,6 @@
 #include "core/schedule/validate.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <deque>
 #include <limits>
 #include <optional>
@@ -52,12 +51,9 @@ class ListWalk {
     });
   }
 
-  const MessageTable& messages() const { return messages_; }
-  // No earlier list has sent it.
-  void expect(int message) { states_[message] = kNotSent; }
-
   // Gives updates that ranks have to wait for too, of which the others were none: begin anew, then.
-  AwaitedUpdates run() {
+  AwaitedUpdates run(ListKind kind) {
+    expect_unsent(kind);
     for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) wake(rank);
     do {
       while (!awake_.empty()) {
@@ -74,11 +70,6 @@ class ListWalk {
   }
 
   EarlyReceives take_early() { return std::move(early_); }
-
-  template <typename Use>
-  void for_each_action(Use use) const {
-    for (const std::vector<Action>& list : lists_) std::ranges::for_each(list, use);
-  }
 
  private:
   enum State : std::uint8_t { kNotSent, kPosted, kSent, kReceived };
@@ -97,6 +88,29 @@ class ListWalk {
       for (const Action& action : list) lowest = std::min(lowest, action.microbatch);
     }
     return lowest;
+  }
+
+  // Where no other list can have sent a message, it must be sent in this one. (Only the steady list
+  // follows lists of other batches, in which the same messages have other numbers.)
+  void expect_unsent(ListKind kind) {
+    std::vector<int> sent_as(messages_.num_places(), kNone);  // the number of the list's microbatch
+    for_each_action([&](const Action& action) {
+      messages_.sent_by(
+          action, [&](int message) { sent_as[messages_.place(message)] = action.microbatch; });
+    });
+    for_each_action([&](const Action& action) {
+      messages_.consumed_by(action, [&](int message) {
+        const bool is_earlier =
+            kind == ListKind::kEpilogue ||
+            (kind == ListKind::kSteady && sent_as[messages_.place(message)] > action.microbatch);
+        if (!is_earlier) states_[message] = kNotSent;
+      });
+    });
+  }
+
+  template <typename Use>
+  void for_each_action(Use use) const {
+    for (const std::vector<Action>& list : lists_) std::ranges::for_each(list, use);
   }
 
   const Action& action(int rank) const { return lists_[rank][ranks_[rank].next]; }
@@ -317,77 +331,6 @@ class ListWalk {
   std::vector<int> sent_;  // since the last time that no rank could go on
 };
 
-// Where no other list can have sent a message, it must be sent in this one. (Only the steady list
-// follows lists of other batches, in which the same messages have other numbers.)
-void expect_unsent(ListWalk& walk, ListKind kind) {
-  const MessageTable& messages = walk.messages();
-  std::vector<int> sent_as(messages.num_places(), kNone);  // the number of the list's microbatch
-  walk.for_each_action([&](const Action& action) {
-    messages.sent_by(action,
-                     [&](int message) { sent_as[messages.place(message)] = action.microbatch; });
-  });
-  walk.for_each_action([&](const Action& action) {
-    messages.consumed_by(action, [&](int message) {
-      const bool is_earlier =
-          kind == ListKind::kEpilogue ||
-          (kind == ListKind::kSteady && sent_as[messages.place(message)] > action.microbatch);
-      if (!is_earlier) walk.expect(message);
-    });
-  });
-}
-
-class Planner {
- public:
-  Planner(const Schedule& schedule, const std::vector<StageEdge>& edges,
-          const std::vector<JointUpdate>& joint)
-      : schedule_(schedule), edges_(edges), joint_(joint) {}
-
-  ReceivePlan plan() {
-    for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
-      Lists lists;
-      for (const RankActions& rank : schedule_.ranks) lists.push_back(actions(rank, list));
-      AwaitedUpdates& awaited = plan_.awaited[static_cast<std::size_t>(list)];
-      plan_.lists[static_cast<std::size_t>(list)] = early_receives(lists, list, awaited);
-    }
-    Lists lists(schedule_.ranks.size());
-    for (int stage = 0; stage < schedule_.depth(); ++stage) {
-      lists[schedule_.placement[stage]].push_back({.stage = stage, .kind = kForward});
-    }
-    AwaitedUpdates none;
-    plan_.evaluation = early_receives(lists, ListKind::kPrologue, none);
-    return std::move(plan_);
-  }
-
- private:
-  EarlyReceives early_receives(const Lists& lists, ListKind kind, AwaitedUpdates& awaited) {
-    awaited.resize(lists.size());
-    while (true) {
-      ListWalk walk(schedule_, edges_, lists, {progress(kind), awaited});
-      expect_unsent(walk, kind);
-      const AwaitedUpdates more = walk.run();
-      std::size_t num_more = 0;
-      for (std::size_t rank = 0; rank < more.size(); ++rank) {
-        awaited[rank].insert(awaited[rank].end(), more[rank].begin(), more[rank].end());
-        num_more += more[rank].size();
-      }
-      if (num_more == 0) return walk.take_early();
-    }
-  }
-
-  JointProgress progress(ListKind kind) const {
-    JointProgress progress(schedule_, joint_);
-    const AwaitedUpdates& awaited = plan_.awaited[static_cast<std::size_t>(ListKind::kSteady)];
-    if (kind == ListKind::kSteady) progress.begin_steady(awaited);
-    if (kind == ListKind::kEpilogue) progress.begin_epilogue(awaited);
-    return progress;
-  }
-
-  const Schedule& schedule_;
-  const std::vector<StageEdge>& edges_;
-  const std::vector<JointUpdate>& joint_;
-  ReceivePlan plan_;
-};
-
 }  // namespace
 
 ReceivePlan plan_receives(const Schedule& schedule, const std::vector<StageEdge>& edges,
@@ -398,7 +341,37 @@ ReceivePlan plan_receives(const Schedule& schedule, const std::vector<StageEdge>
               "edges: ", edge.from, " -> ", edge.to,
               ": an edge goes from a stage to a later one, of ", schedule.depth());
   }
-  return Planner(schedule, edges, joint).plan();
+  ReceivePlan plan;
+  const auto early_receives = [&](const Lists& lists, ListKind kind, AwaitedUpdates& awaited) {
+    awaited.resize(lists.size());
+    const AwaitedUpdates& at_end = plan.awaited[static_cast<std::size_t>(ListKind::kSteady)];
+    while (true) {
+      JointProgress progress(schedule, joint);
+      if (kind == ListKind::kSteady) progress.begin_steady(at_end);
+      if (kind == ListKind::kEpilogue) progress.begin_epilogue(at_end);
+      ListWalk walk(schedule, edges, lists, {std::move(progress), awaited});
+      const AwaitedUpdates more = walk.run(kind);
+      std::size_t num_more = 0;
+      for (std::size_t rank = 0; rank < more.size(); ++rank) {
+        awaited[rank].insert(awaited[rank].end(), more[rank].begin(), more[rank].end());
+        num_more += more[rank].size();
+      }
+      if (num_more == 0) return walk.take_early();
+    }
+  };
+  for (const ListKind list : {ListKind::kPrologue, ListKind::kSteady, ListKind::kEpilogue}) {
+    Lists lists;
+    for (const RankActions& rank : schedule.ranks) lists.push_back(actions(rank, list));
+    const auto place = static_cast<std::size_t>(list);
+    plan.lists[place] = early_receives(lists, list, plan.awaited[place]);
+  }
+  Lists lists(schedule.ranks.size());
+  for (int stage = 0; stage < schedule.depth(); ++stage) {
+    lists[schedule.placement[stage]].push_back({.stage = stage, .kind = kForward});
+  }
+  AwaitedUpdates none;
+  plan.evaluation = early_receives(lists, ListKind::kPrologue, none);
+  return plan;
 }
 
 }  // namespace pd2

@@ -3,28 +3,14 @@
 #include "core/check.h"
 #include "core/schedule/unroll.h"
 
-#include <algorithm>
-
 namespace pd2 {
 
 using enum ActionKind;
 
 std::string_view name_of(ActionKind kind) {
-  switch (kind) {
-    case kForward:
-      return "forward";
-    case kBackward:
-      return "backward";
-    case kInputGrad:
-      return "input gradient";
-    case kWeightGrad:
-      return "weight gradient";
-    case kUpdate:
-      return "update";
-    case kRecompute:
-      return "recomputed forward";
-  }
-  return "";
+  constexpr std::array<std::string_view, kActionKinds.size()> kNames = {
+      "forward", "backward", "input gradient", "weight gradient", "recomputed forward", "update"};
+  return kNames[std::ranges::find(kActionKinds, kind) - kActionKinds.begin()];
 }
 
 std::string to_string(const Action& action) {

@@ -184,30 +184,13 @@ Schedule parse_csv(const std::vector<Token>& lines) {
   return schedule;
 }
 
-// The `key: value` lines before the first section.
-class Header {
- public:
-  // Reads lines up to the first section and returns how many.
-  std::size_t read(const std::vector<Token>& lines) {
-    std::size_t count = 0;
-    while (count < lines.size() && lines[count].text.front() != '[') add(lines[count++]);
-    end_ = lines[std::min(count, lines.size() - 1)];
-    return count;
-  }
-
-  bool has(std::string_view key) const { return values_.contains(key); }
-
-  const Token& value(std::string_view key) const {
-    const auto entry = values_.find(key);
-    if (entry == values_.end()) end_.fail("\"", key, ": ...\" before the first section");
-    return entry->second;
-  }
-
- private:
-  static constexpr std::array<std::string_view, 8> kKeys = {
+// The `key: value` lines before the first section, which becomes the next line.
+std::map<std::string_view, Token> read_header(const std::vector<Token>& lines, std::size_t& next) {
+  constexpr std::array<std::string_view, 8> kKeys = {
       "name", "pipelines", "stages", "microbatches", "delay", "late", "placement", "versions"};
-
-  void add(const Token& line) {
+  std::map<std::string_view, Token> values;
+  for (; next < lines.size() && lines[next].text.front() != '['; ++next) {
+    const Token& line = lines[next];
     const std::size_t colon = line.text.find(':');
     if (colon == std::string_view::npos) line.fail("\"key: value\" or ", kSections[0]);
     const Token key = Token{line.text.substr(0, colon), line.line, line.column}.trimmed();
@@ -217,30 +200,34 @@ class Header {
     if (std::find(kKeys.begin(), kKeys.end(), key.text) == kKeys.end()) {
       key.fail("one of name, pipelines, stages, microbatches, delay, late, placement, versions");
     }
-    if (!values_.emplace(key.text, value).second) key.fail("each key once");
+    if (!values.emplace(key.text, value).second) key.fail("each key once");
   }
-
-  std::map<std::string_view, Token> values_;
-  Token end_;
-};
+  return values;
+}
 
 Schedule parse_sections(const std::vector<Token>& lines) {
-  Header header;
-  std::size_t next = header.read(lines);
+  std::size_t next = 0;
+  const std::map<std::string_view, Token> header = read_header(lines, next);
+  const Token& behind = lines[std::min(next, lines.size() - 1)];
+  const auto value = [&](std::string_view key) -> const Token& {
+    const auto entry = header.find(key);
+    if (entry == header.end()) behind.fail("\"", key, ": ...\" before the first section");
+    return entry->second;
+  };
   Schedule schedule;
-  const Token& name = header.value("name");
+  const Token& name = value("name");
   if (name.text.find('\r') != std::string_view::npos) name.fail("a name on one line");
   schedule.name = name.text;
-  if (header.has("pipelines")) schedule.num_pipelines = parse_number(header.value("pipelines"));
-  schedule.num_stages = parse_number(header.value("stages"));
-  schedule.num_microbatches = parse_number(header.value("microbatches"));
-  schedule.delay = parse_numbers(header.value("delay"));
-  if (header.has("late")) schedule.late_forwards = parse_numbers(header.value("late"));
-  schedule.placement = parse_numbers(header.value("placement"));
+  if (header.contains("pipelines")) schedule.num_pipelines = parse_number(value("pipelines"));
+  schedule.num_stages = parse_number(value("stages"));
+  schedule.num_microbatches = parse_number(value("microbatches"));
+  schedule.delay = parse_numbers(value("delay"));
+  if (header.contains("late")) schedule.late_forwards = parse_numbers(value("late"));
+  schedule.placement = parse_numbers(value("placement"));
   if (schedule.delay.size() == 1) {
     schedule.delay.resize(schedule.placement.size(), schedule.delay.front());
   }
-  schedule.num_versions = parse_numbers(header.value("versions"));
+  schedule.num_versions = parse_numbers(value("versions"));
 
   const Token& last = lines.back();
   const Token end = {last.text.substr(last.text.size()), last.line,

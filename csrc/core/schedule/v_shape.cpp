@@ -5,7 +5,6 @@
 #include "core/schedule/walk.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <deque>
 #include <limits>
@@ -98,16 +97,16 @@ int step_of(const Period& period, int chunk, ActionKind kind) {
 }
 
 struct Pattern {
-  Turns turns{};
+  std::vector<Period> periods;  // by rank
   int least_microbatches = 1;
   int most_on_round_trip = 1;
 };
 
-Pattern pattern_with(const Turns& turns, const std::vector<Period>& periods) {
-  Pattern pattern = {.turns = turns,
-                     .most_on_round_trip = most_between(periods.front(), 0, kForward, kInputGrad)};
+Pattern pattern_with(std::vector<Period> periods) {
+  Pattern pattern = {.periods = std::move(periods)};
+  pattern.most_on_round_trip = most_between(pattern.periods.front(), 0, kForward, kInputGrad);
   int& least = pattern.least_microbatches;
-  for (const Period& period : periods) {
+  for (const Period& period : pattern.periods) {
     for (int chunk = 0; chunk < 2; ++chunk) {
       // W of microbatch m - 1 comes before F of microbatch 2 m.
       least = std::max(least, most_between(period, chunk, kForward, kWeightGrad) - 1);
@@ -123,8 +122,7 @@ std::optional<Pattern> find_pattern(int ranks, const VSteps& steps) {
   for (int first = 1; first <= kSlots; ++first) {
     for (int second = 1; second <= kSlots; ++second) {
       for (int third = 1; third <= kSlots; ++third) {
-        const Turns turns = {first, second, third};
-        const auto periods = periods_with(ranks, steps, turns);
+        auto periods = periods_with(ranks, steps, {first, second, third});
         if (!periods) continue;
         int most = 0, sum = 0;
         for (const Period& period : *periods) {
@@ -135,14 +133,14 @@ std::optional<Pattern> find_pattern(int ranks, const VSteps& steps) {
         const std::tuple cost = {most, sum, first + second + third};
         if (best && cost >= least) continue;
         least = cost;
-        best = pattern_with(turns, *periods);
+        best = pattern_with(*std::move(periods));
       }
     }
   }
   return best;
 }
 
-std::optional<Pattern> pattern_of(int ranks, const VSteps& steps) {
+const std::optional<Pattern>& pattern_of(int ranks, const VSteps& steps) {
   static std::mutex mutex;
   static std::map<std::pair<int, VSteps>, std::optional<Pattern>> found;
   const std::lock_guard lock(mutex);
@@ -151,59 +149,21 @@ std::optional<Pattern> pattern_of(int ranks, const VSteps& steps) {
   return place->second;
 }
 
-// A W, and behind a batch's last one the stage's update.
-void add_weight_grad(std::vector<Action>& list, int stage, int microbatch, int m) {
-  list.push_back({.stage = stage, .kind = kWeightGrad, .microbatch = microbatch});
-  if (floor_mod(microbatch, m) == m - 1) {
-    list.push_back({.stage = stage, .kind = kUpdate, .microbatch = microbatch});
+// Behind a batch's last backward of the stage its update, too.
+void append(std::vector<Action>& list, const Action& action, int m) {
+  list.push_back(action);
+  const bool ends_backward = action.kind == kBackward || action.kind == kWeightGrad;
+  if (ends_backward && floor_mod(action.microbatch, m) == m - 1) {
+    list.push_back({.stage = action.stage, .kind = kUpdate, .microbatch = action.microbatch});
   }
 }
 
-class Lists {
- public:
-  Lists(const Period& period, int ranks, int rank, int m)
-      : period_(period), ranks_(ranks), rank_(rank), m_(m) {
-    for (const PeriodAction& action : period) end_ = std::max(end_, m + action.lag);
-  }
-
-  RankActions make() const {
-    RankActions actions;
-    add_periods(actions.prologue, 0, m_, 0);
-    add_periods(actions.steady, 0, m_, -end_);
-    add_periods(actions.epilogue, m_, end_, -end_);
-    return actions;
-  }
-
-  // Of one batch alone.
-  std::vector<Action> whole() const {
-    std::vector<Action> actions;
-    add_periods(actions, 0, end_, 0);
-    return actions;
-  }
-
- private:
-  // Periods begin .. end - 1, of which microbatches from `first` on exist.
-  void add_periods(std::vector<Action>& list, int begin, int end, int first) const {
-    for (int k = begin; k < end; ++k) {
-      for (const auto& [chunk, kind, lag] : period_) {
-        const int microbatch = k - lag;
-        if (microbatch < first || microbatch >= m_) continue;
-        const int stage = chunk == 0 ? rank_ : 2 * ranks_ - 1 - rank_;
-        if (kind == kWeightGrad) {
-          add_weight_grad(list, stage, microbatch, m_);
-        } else {
-          list.push_back({.stage = stage, .kind = kind, .microbatch = microbatch});
-        }
-      }
-    }
-  }
-
-  const Period& period_;
-  const int ranks_;
-  const int rank_;
-  const int m_;
-  int end_ = 0;  // the period after which all of a batch is done
-};
+RankActions lists_of(const Period& period, int ranks, int rank, int m, bool drains) {
+  return repeated(period, m, m, drains, [&](const PeriodAction& of, int microbatch) -> Action {
+    const int stage = of.chunk == 0 ? rank : 2 * ranks - 1 - rank;
+    return {.stage = stage, .kind = of.kind, .microbatch = microbatch};
+  });
+}
 
 // A rank of a batch that drains, where all actions take one slot, and messages none.
 struct DrainingRank {
@@ -214,7 +174,7 @@ struct DrainingRank {
 
   void take_weight_grad(int m) {
     const Action& of = weight_grads.front();
-    add_weight_grad(list, of.stage, of.microbatch, m);
+    append(list, {.stage = of.stage, .kind = kWeightGrad, .microbatch = of.microbatch}, m);
     weight_grads.pop_front();
     ++slot;
   }
@@ -229,7 +189,7 @@ std::vector<std::vector<Action>> drained_lists(const Schedule& schedule,
   std::vector<DrainingRank> ranks(num_ranks);
   std::vector<std::vector<Action>> orders(num_ranks);  // without the W's after the last F
   for (int rank = 0; rank < num_ranks; ++rank) {
-    std::vector<Action> whole = Lists(periods[rank], num_ranks, rank, m).whole();
+    const std::vector<Action> whole = lists_of(periods[rank], num_ranks, rank, m, true).prologue;
     std::size_t& forwards = ranks[rank].forwards_left;
     forwards = std::ranges::count(whole, kForward, &Action::kind);
     std::size_t passed = 0;
@@ -264,6 +224,29 @@ std::vector<std::vector<Action>> drained_lists(const Schedule& schedule,
 
 }  // namespace
 
+RankActions repeated(const Period& period, int num_periods, int m, bool drains,
+                     const std::function<Action(const PeriodAction& of, int number)>& action) {
+  int end = num_periods;  // the period after which all of a batch is done
+  for (const PeriodAction& of : period) end = std::max(end, num_periods + of.lag);
+  const auto add = [&](std::vector<Action>& list, int begin, int last, int first_number) {
+    for (int k = begin; k < last; ++k) {
+      for (const PeriodAction& of : period) {
+        const int number = k - of.lag;
+        if (number >= first_number && number < num_periods) append(list, action(of, number), m);
+      }
+    }
+  };
+  RankActions actions;
+  add(actions.prologue, 0, drains ? end : num_periods, 0);
+  if (drains) {
+    actions.steady = actions.prologue;
+  } else {
+    add(actions.steady, 0, num_periods, -end);
+    add(actions.epilogue, num_periods, end, -end);
+  }
+  return actions;
+}
+
 std::array<int, 2> in_flight_at(const Period& period, int place) {
   std::array<int, 2> in_flight{};
   for (int chunk = 0; chunk < 2; ++chunk) {
@@ -297,9 +280,8 @@ int most_on_round_trip(int ranks, const VSteps& steps) {
 }
 
 std::optional<std::vector<Period>> v_periods(int ranks, const VSteps& steps) {
-  const std::optional<Pattern> pattern = pattern_of(ranks, steps);
-  if (!pattern) return std::nullopt;
-  return periods_with(ranks, steps, pattern->turns);
+  const std::optional<Pattern>& pattern = pattern_of(ranks, steps);
+  return pattern ? std::optional(pattern->periods) : std::nullopt;
 }
 
 Schedule make_v_schedule(std::string_view name, const std::vector<Period>& periods,
@@ -322,7 +304,7 @@ Schedule make_v_schedule(std::string_view name, const std::vector<Period>& perio
     return schedule;
   }
   for (int rank = 0; rank < ranks; ++rank) {
-    schedule.ranks.push_back(Lists(periods[rank], ranks, rank, num_microbatches).make());
+    schedule.ranks.push_back(lists_of(periods[rank], ranks, rank, num_microbatches, false));
   }
   return schedule;
 }

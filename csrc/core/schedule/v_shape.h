@@ -18,6 +18,7 @@
 
 #include <array>
 #include <compare>
+#include <functional>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -41,6 +42,13 @@ struct PeriodAction {
   int lag = 0;  // by so many microbatches behind the period's own
 };
 using Period = std::vector<PeriodAction>;
+
+// The lists of a rank that repeats a period `num_periods` times a batch of m microbatches. In the
+// k-th it does action(of, k - of.lag) of each of the period's, where negative numbers are of the
+// batches before. Behind a stage's last backward of a batch comes its update. `drains`: every batch
+// does.
+RankActions repeated(const Period& period, int num_periods, int m, bool drains,
+                     const std::function<Action(const PeriodAction& of, int number)>& action);
 
 // By rank. nullopt: with these steps two actions of a rank would have one slot. What is searched
 // for is kept, for the functions below too: the planner asks for the same ones again and again.

@@ -7,7 +7,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <exception>
-#include <utility>
 
 namespace pd2 {
 

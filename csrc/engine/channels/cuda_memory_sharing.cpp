@@ -4,7 +4,6 @@
 
 #include "engine/by_device_type.h"
 #include "engine/channels/device_memory_sharing.h"
-#include "engine/recording.h"
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDACachingAllocator.h>

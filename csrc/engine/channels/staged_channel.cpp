@@ -2,24 +2,20 @@
 
 #include "engine/this_thread.h"
 
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/empty_like.h>
 
 #include <utility>
 
 namespace pd2 {
 namespace {
 
-// Memory for copies of the tensors, strides included.
+// Memory for copies of the tensors, which are dense, strides included.
 std::vector<at::Tensor> empty_like(const std::vector<at::Tensor>& tensors, c10::Device device,
                                    bool pinned) {
   std::vector<at::Tensor> made;
   for (const at::Tensor& tensor : tensors) {
-    made.push_back(
-        !tensor.defined()
-            ? at::Tensor()
-            : at::empty_strided(
-                  tensor.sizes(), tensor.strides(),
-                  at::TensorOptions(tensor.scalar_type()).device(device).pinned_memory(pinned)));
+    const auto options = at::TensorOptions().device(device).pinned_memory(pinned);
+    made.push_back(tensor.defined() ? at::empty_like(tensor, options) : at::Tensor());
   }
   return made;
 }

@@ -66,11 +66,6 @@ void GradAccumulator::append(at::Tensor flat) {
   buffer.has_gradient.assign(names_.size(), false);
 }
 
-void GradAccumulator::add_buffer() {
-  const at::Tensor& like = buffers_.front().flat;
-  append(packing_.allocate(like.scalar_type(), like.numel() - packing_.numel()));
-}
-
 void GradAccumulator::attach(std::size_t parameter, const at::Tensor& slot_parameter) {
   torch::autograd::impl::set_post_acc_grad_hooks(slot_parameter,
                                                  std::make_unique<Hook>(this, parameter));
@@ -228,17 +223,23 @@ void GradAccumulator::read_flags(std::size_t buffer) {
   }
 }
 
-void GradAccumulator::move(std::size_t from, std::size_t to) {
-  if (from == to) {
-    return;
+void GradAccumulator::move(std::size_t count, std::size_t from, std::size_t to) {
+  if (buffers_.size() < count) {
+    const at::Tensor& like = buffers_.front().flat;
+    append(packing_.allocate(like.scalar_type(), like.numel() - packing_.numel()));
   }
-  for (std::size_t i = 0; i < names_.size(); ++i) {
+  for (std::size_t i = 0; i < names_.size() && from != to; ++i) {
     if (buffers_[from].has_gradient[i]) {
       buffers_[to].views[i].copy_(buffers_[from].views[i]);
     }
   }
-  buffers_[to].has_gradient = buffers_[from].has_gradient;
-  current_ = to;
+  if (from != to) {
+    buffers_[to].has_gradient = buffers_[from].has_gradient;
+    current_ = to;
+  }
+  if (buffers_.size() > count) {
+    buffers_.pop_back();
+  }
 }
 
 }  // namespace pd2

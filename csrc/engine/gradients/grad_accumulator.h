@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -106,12 +105,9 @@ class GradAccumulator {
   at::Tensor view(std::size_t buffer, std::size_t parameter) const {
     return buffers_[buffer].views[parameter];
   }
-  // Moves the sums so far to another buffer, where later gradients will go, too.
-  void move(std::size_t from, std::size_t to);
-  std::size_t num_buffers() const { return buffers_.size(); }
-  // Appends a buffer like the others; removes the last one.
-  void add_buffer();
-  void drop_last_buffer() { buffers_.pop_back(); }
+  // Moves the sums so far to another buffer, where later gradients will go, too, and has `count`
+  // buffers from then on: one more or fewer than before, or as many.
+  void move(std::size_t count, std::size_t from, std::size_t to);
   // The most bytes of gradients that were kept at once to be added together, with those in float32
   // of 16-bit ones. From any thread.
   std::int64_t most_kept_bytes() const { return most_kept_bytes_; }

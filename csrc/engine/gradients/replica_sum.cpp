@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <utility>
 
 namespace pd2 {
 namespace {

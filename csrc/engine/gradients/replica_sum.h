@@ -28,8 +28,6 @@ struct Replicas {
   // The group's ranks, in the order in which their gradients are added. Empty: the group's
   // all-reduce adds them, in an order of its own.
   std::vector<int> order{};
-
-  explicit operator bool() const { return group != nullptr; }
 };
 
 // Sums bucket by bucket (see GradientBuckets), so that all replicas begin them in one order.

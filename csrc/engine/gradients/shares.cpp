@@ -1,7 +1,6 @@
 #include "engine/gradients/shares.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <functional>
 #include <iterator>
 #include <numeric>

@@ -7,7 +7,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 namespace pd2 {

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
-#include <cstdint>
 #include <set>
 
 namespace pd2 {
@@ -84,7 +83,7 @@ std::shared_ptr<AwaitedNumbers> LossBoard::expect(std::int64_t run) {
 void LossBoard::publish(std::int64_t run, RunLoss loss, int pipeline) {
   {
     const std::lock_guard lock(mutex_);
-    published_[options_.first_part + pipeline].push_back({run, std::move(loss)});
+    published_[options_.first_part + pipeline].emplace_back(run, std::move(loss));
   }
   changed_.notify_all();
 }
@@ -105,14 +104,14 @@ std::optional<LossBoard::Next> LossBoard::wait_for_next() {
     return std::nullopt;
   }
   Next next{expected_.front().first, {}};
-  for (std::deque<Part>& parts : published_) {
-    next.parts.emplace_back();
-    if (parts.empty()) {
-      continue;
+  for (auto& parts : published_) {
+    std::optional<RunLoss>& here = next.parts.emplace_back();
+    if (!parts.empty()) {
+      PD2_ASSERT(parts.front().first == next.run, "loss of run ", parts.front().first,
+                 " out of order");
+      here = std::move(parts.front().second);
+      parts.pop_front();
     }
-    PD2_ASSERT(parts.front().run == next.run, "loss of run ", parts.front().run, " out of order");
-    next.parts.back() = std::move(parts.front().loss);
-    parts.pop_front();
   }
   return next;
 }
@@ -131,7 +130,9 @@ void LossBoard::bring_losses() {
       }
       {
         const std::lock_guard lock(mutex_);
-        deliver(*numbers);
+        const double* data = numbers->const_data_ptr<double>();
+        expected_.front().second->give(
+            is_loss(*numbers) ? std::vector(data, data + numbers->numel()) : std::vector<double>());
       }
       if (sends) {
         send(*numbers, readers_);
@@ -171,12 +172,6 @@ std::optional<at::Tensor> LossBoard::add_up(Next& next) {
     }
   }
   return std::nullopt;
-}
-
-void LossBoard::deliver(const at::Tensor& numbers) {
-  const double* data = numbers.const_data_ptr<double>();
-  expected_.front().second->give(is_loss(numbers) ? std::vector(data, data + numbers.numel())
-                                                  : std::vector<double>());
 }
 
 void LossBoard::send(const at::Tensor& numbers, const std::vector<int>& ranks) {

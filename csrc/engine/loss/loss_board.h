@@ -74,10 +74,6 @@ class LossBoard {
 
  private:
   using Work = c10::intrusive_ptr<c10d::Work>;
-  struct Part {
-    std::int64_t run;
-    RunLoss loss;
-  };
   bool is_here(std::size_t part) const {
     return !group_ || group_->getRank() == last_stages_[part];
   }
@@ -89,8 +85,6 @@ class LossBoard {
   std::optional<Next> wait_for_next();
   // Whether the next expected loss needs no further run. Called under the lock.
   bool is_due() const { return num_due_ > 0; }
-  // Gives the next expected loss. Called under the lock.
-  void deliver(const at::Tensor& numbers);
 
   void bring_losses();
   // Adds the next loss's parts that are published here, and sends the sum on along the chain.
@@ -121,8 +115,8 @@ class LossBoard {
   // How many of these, from the first on, need no further run. Not a run's number: runs that were
   // discarded are repeated.
   std::size_t num_due_ = 0;
-  std::vector<std::deque<Part>> published_;  // by part: not yet added
-  std::vector<Work> under_way_;              // transfers over the group that the thread waits for
+  std::vector<std::deque<std::pair<std::int64_t, RunLoss>>> published_;  // by part: not yet added
+  std::vector<Work> under_way_;  // transfers over the group that the thread waits for
   bool closed_ = false;
   std::thread thread_;
 };

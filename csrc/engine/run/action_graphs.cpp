@@ -2,10 +2,8 @@
 
 #include "core/check.h"
 #include "engine/by_device_type.h"
-#include "engine/recording.h"
 #include "engine/run/keyed_random.h"
 #include "engine/run/recorded_draws.h"
-#include "engine/run/split_backward.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/as_strided.h>
@@ -13,7 +11,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <optional>
 #include <span>
 
 namespace pd2 {
@@ -177,7 +174,7 @@ class ActionGraphs::Recording {
 };
 
 std::unique_ptr<ActionGraphs> ActionGraphs::of(const ExecutorSetup& setup, const StageSetup& mine) {
-  if (mine.graphs.use == UseGraphs::kNever) {
+  if (!mine.graphs.look) {
     return nullptr;
   }
   std::string refusal;
@@ -199,7 +196,7 @@ ActionGraphs::ActionGraphs(Stage& stage, const GraphSetup& setup, std::string re
       setup_(setup),
       make_(by_device_type<MakeDeviceGraph>().find(stage.streams().device.type())),
       refusal_(std::move(refusal)) {
-  PD2_CHECK(refusal_.empty() || setup.use != UseGraphs::kAlways, "graphs: True, but ", refusal_);
+  PD2_CHECK(refusal_.empty() || !setup.always, "graphs: True, but ", refusal_);
 }
 
 ForwardResult ActionGraphs::forward(ForwardCall call, const Forward& run, Use& use,
@@ -341,7 +338,7 @@ void ActionGraphs::backward(const Use& use, const Incoming& incoming, bool begin
         : begins_early          ? (stage_.gradients().replicas() ? kSums : kFetches)
         : !kind.refusal.empty() ? kind.refusal
                                 : kFirst);
-  run_autograd(incoming.roots, incoming.gradients, /*keep_graph=*/use.recording != nullptr);
+  run_autograd(incoming, /*keep_graph=*/use.recording != nullptr);
   ++kind.backwards;
 }
 
@@ -367,8 +364,9 @@ bool ActionGraphs::replay_backward(Recording& forward, const Incoming& incoming,
       PD2_CHECK(std::ranges::all_of(incoming.gradients, is_plain),
                 "a gradient is no plain strided tensor");
       const KeyedRandom none(RandomPlace{}, {.is_of_backward = true, .is_recorded = true});
-      record_work(*made.graph, kind.bytes,
-                  [&] { run_autograd(incoming.roots, made.gradients, /*keep_graph=*/true); });
+      record_work(*made.graph, kind.bytes, [&] {
+        run_autograd({incoming.roots, made.gradients}, /*keep_graph=*/true);
+      });
     } catch (...) {
       const std::string cause = setup_.cause_of(std::current_exception());
       stage_.gradients().set_state(before);
@@ -435,8 +433,7 @@ bool ActionGraphs::make_room() {
 void ActionGraphs::refuse(Kind& kind, std::string_view action, std::string_view reason) const {
   kind.refusal = reason.substr(0, reason.find('\n'));  // without a stack
   kind.recorded.clear();                               // but for those in use
-  PD2_CHECK(setup_.use != UseGraphs::kAlways, "graphs: True, but ", action,
-            " cannot be recorded: ", kind.refusal);
+  PD2_CHECK(!setup_.always, "graphs: True, but ", action, " cannot be recorded: ", kind.refusal);
 }
 
 void ActionGraphs::count(const std::string& reason) {

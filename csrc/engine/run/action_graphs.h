@@ -4,14 +4,12 @@
 #include "engine/run/device_graph.h"
 #include "engine/run/history.h"
 #include "engine/run/run.h"
+#include "engine/run/split_backward.h"
 #include "engine/stage/stage.h"
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -69,10 +67,6 @@ class ActionGraphs {
     Kind* kind = nullptr;
     std::shared_ptr<Recording> recording = nullptr;  // null: the forward was executed as usual,
     std::string reason{};                            // for that reason
-  };
-  struct Incoming {
-    const torch::autograd::edge_list& roots;
-    const torch::autograd::variable_list& gradients;
   };
 
   // Executes a forward. `run` is it; `use` says of which wiring and layout. Throws ValueError if it

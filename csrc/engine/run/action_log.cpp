@@ -60,20 +60,15 @@ std::vector<ExecutedAction> ActionLog::take() {
   return record;
 }
 
-ActionRange::ActionRange(const ExecutedAction& action) {
+ActionRange::ActionRange(const ExecutedAction& action, bool evaluates) {
   if (range_.isActive()) {
+    const std::string what =
+        evaluates ? "evaluation" : detail::concat(name_of(action.kind), " batch ", action.run);
     const std::string microbatch = action.kind == ActionKind::kUpdate
                                        ? std::string()
                                        : detail::concat(" microbatch ", action.microbatch);
-    range_.before(detail::concat("pd2 stage ", action.stage, " ", name_of(action.kind), " batch ",
-                                 action.run, microbatch, " version ", action.version));
-  }
-}
-
-ActionRange::ActionRange(int stage, int microbatch, std::int64_t version) {
-  if (range_.isActive()) {
-    range_.before(detail::concat("pd2 stage ", stage, " evaluation microbatch ", microbatch,
-                                 " version ", version));
+    range_.before(detail::concat("pd2 stage ", action.stage, " ", what, microbatch, " version ",
+                                 action.version));
   }
 }
 

@@ -62,9 +62,8 @@ class ActionLog {
 // microbatch 2 version 2". If none records, it costs one look at the thread's callbacks.
 class ActionRange {
  public:
-  explicit ActionRange(const ExecutedAction& action);
-  // The range of an evaluation.
-  ActionRange(int stage, int microbatch, std::int64_t version);
+  // `evaluates`: the range of an evaluation, not of its run's batch.
+  explicit ActionRange(const ExecutedAction& action, bool evaluates = false);
 
  private:
   at::RecordFunction range_{at::RecordScope::USER_SCOPE};

@@ -35,69 +35,49 @@ namespace allocator = c10::cuda::CUDACachingAllocator;
 using PoolId = decltype(at::cuda::graph_pool_handle());
 using IsForCapture = std::function<bool(cudaStream_t)>;
 
-struct DeviceMemory {
-  void begin(const IsForCapture& is_for_capture) const {
-    allocator::beginAllocateToPool(device, pool, is_for_capture);
-  }
-  void end() const { allocator::endAllocateToPool(device, pool); }
-  void release() const { allocator::releasePool(device, pool); }
-
-  c10::DeviceIndex device;
-  PoolId pool;
-};
-
-// Before torch 2.11 the host's allocator has no pools.
+// From the constructor until end() what is allocated for a capture, on the device or pinned on the
+// host, comes from the pool. That keeps its memory until the last share of it is gone. Before torch
+// 2.11 the host's allocator has no pools.
 template <typename HostAllocator>
-struct PinnedMemory {
-  static constexpr bool kHasPools = requires(HostAllocator & host, PoolId id) {
-    host.release_pool(id);
-  };
-
-  void begin(const IsForCapture& is_for_capture) const {
-    if constexpr (kHasPools) {
-      host.begin_allocate_to_pool(pool, [is_for_capture](c10::Stream stream) {
+class PoolShare {
+ public:
+  PoolShare(PoolId pool, HostAllocator& host, const IsForCapture& is_for_capture)
+      : pool_(pool), host_(host) {
+    if constexpr (kHostHasPools) {
+      host_.begin_allocate_to_pool(pool_, [is_for_capture](c10::Stream stream) {
         return is_for_capture(c10::cuda::CUDAStream(stream));
       });
     }
-  }
-  void end() const {
-    if constexpr (kHasPools) {
-      host.end_allocate_to_pool(pool);
-    }
-  }
-  void release() const {
-    if constexpr (kHasPools) {
-      host.release_pool(pool);
-    }
-  }
-
-  HostAllocator& host;
-  PoolId pool;
-};
-
-// From the constructor until end() what is allocated for a capture comes from the pool. That keeps
-// its memory until the last share of it is gone.
-template <typename Memory>
-class PoolShare {
- public:
-  PoolShare(Memory memory, const IsForCapture& is_for_capture) : memory_(std::move(memory)) {
-    memory_.begin(is_for_capture);
+    allocator::beginAllocateToPool(device_, pool_, is_for_capture);
   }
   ~PoolShare() {
     end();
-    memory_.release();
+    allocator::releasePool(device_, pool_);
+    if constexpr (kHostHasPools) {
+      host_.release_pool(pool_);
+    }
   }
   PoolShare(const PoolShare&) = delete;
   PoolShare& operator=(const PoolShare&) = delete;
 
   void end() {
-    if (!std::exchange(has_ended_, true)) {
-      memory_.end();
+    if (std::exchange(has_ended_, true)) {
+      return;
+    }
+    allocator::endAllocateToPool(device_, pool_);
+    if constexpr (kHostHasPools) {
+      host_.end_allocate_to_pool(pool_);
     }
   }
 
  private:
-  const Memory memory_;
+  static constexpr bool kHostHasPools = requires(HostAllocator & host, PoolId id) {
+    host.release_pool(id);
+  };
+
+  const PoolId pool_;
+  HostAllocator& host_;
+  const c10::DeviceIndex device_ = c10::cuda::current_device();
   bool has_ended_ = false;
 };
 
@@ -158,8 +138,7 @@ class CudaGraph final : public DeviceGraph {
     reserved_ = reserved_bytes();
     // Before the capture, during which the allocator may record no event on the stream.
     const IsForCapture is_for_capture = [this](cudaStream_t stream) { return is_mine(stream); };
-    device_share_.emplace(DeviceMemory{c10::cuda::current_device(), pool_}, is_for_capture);
-    pinned_share_.emplace(Pinned{*at::getHostAllocator(at::kCUDA), pool_}, is_for_capture);
+    share_.emplace(pool_, *at::getHostAllocator(at::kCUDA), is_for_capture);
     try {
       C10_CUDA_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
       cudaStreamCaptureStatus status{};
@@ -197,7 +176,7 @@ class CudaGraph final : public DeviceGraph {
   std::int64_t bytes() const override { return bytes_; }
 
  private:
-  using Pinned = PinnedMemory<std::remove_pointer_t<decltype(at::getHostAllocator(at::kCUDA))>>;
+  using Share = PoolShare<std::remove_pointer_t<decltype(at::getHostAllocator(at::kCUDA))>>;
   struct Recorded {
     cudaGraph_t graph = nullptr;
 
@@ -215,8 +194,7 @@ class CudaGraph final : public DeviceGraph {
   cudaError_t stop(Recorded& recorded) noexcept {
     const cudaError_t error = cudaStreamEndCapture(stream_, &recorded.graph);
     id_ = 0;
-    device_share_->end();
-    pinned_share_->end();
+    share_->end();
     return error;
   }
 
@@ -233,8 +211,7 @@ class CudaGraph final : public DeviceGraph {
   const PoolId pool_;
   cudaStream_t stream_ = nullptr;
   std::atomic<unsigned long long> id_ = 0;  // of the capture under way; 0: none
-  std::optional<PoolShare<DeviceMemory>> device_share_;
-  std::optional<PoolShare<Pinned>> pinned_share_;
+  std::optional<Share> share_;
   cudaGraphExec_t executable_ = nullptr;
   std::int64_t reserved_ = 0;
   std::int64_t bytes_ = 0;

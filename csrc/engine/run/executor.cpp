@@ -2,12 +2,15 @@
 
 #include "core/check.h"
 #include "engine/this_thread.h"
+#include "transport/peer_error.h"
 
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <chrono>
 #include <ranges>
+#include <stdexcept>
+#include <typeinfo>
 #include <utility>
 
 namespace pd2 {
@@ -16,6 +19,22 @@ namespace {
 // Whether the stage is the first pipeline's.
 bool evaluates(const std::unique_ptr<StageWorker>& worker) {
   return worker->first_microbatch() == 0;
+}
+
+// Whether the exception that is being handled comes out of the user's code, as far as its type
+// tells.
+bool is_of_users_code() {
+  try {
+    throw;
+  } catch (const ChannelAborted&) {
+    return false;
+  } catch (const PeerError&) {
+    return false;
+  } catch (const std::logic_error& error) {
+    return typeid(error) != typeid(std::logic_error);  // PD2_ASSERT's
+  } catch (...) {
+    return true;
+  }
 }
 
 }  // namespace
@@ -58,13 +77,7 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
     submitted_.notify_all();
     executed_.notify_all();
   });
-  thread_ = std::thread([this] {
-    if (setup_.run_thread) {
-      setup_.run_thread([this] { loop(); });
-    } else {
-      loop();
-    }
-  });
+  thread_ = std::thread([this] { setup_.run_thread([this] { loop(); }); });
   // The loop begins by setting its thread's intra-op threads, which also sets the process's
   // default: the caller may set that back once the constructor has returned.
   std::unique_lock lock(mutex_);
@@ -94,8 +107,18 @@ void Executor::drop_connections() {
 
 Executor::Ticket Executor::submit(std::function<void()> command) {
   fault_->rethrow_if_raised();
-  auto after_caller = [this, given = given_here(), command = std::move(command)] {
-    follow(given);
+  // What the calling thread's streams of each device, and the streams of its inputs, had been
+  // given.
+  std::vector<std::array<Fence, 2>> given;
+  for (const StageStreams* each : streams_) {
+    given.push_back({Fence::here(each->device), Fence::of(each->inputs)});
+  }
+  auto after_caller = [this, given = std::move(given), command = std::move(command)] {
+    for (std::size_t i = 0; i < streams_.size(); ++i) {
+      for (const Fence& fence : given[i]) {
+        fence.hold_back(streams_[i]->compute);
+      }
+    }
     command();
   };
   Ticket ticket;
@@ -228,13 +251,31 @@ bool Executor::discard(std::int64_t batch, bool has_sent) {
       !is_of_users_code()) {
     return false;
   }
-  setup_.discards->discard(batch, describe_failure(setup_, doing_, fault_->rank()));
+  setup_.discards->discard(batch, describe_failure(doing_));
   return true;
 }
 
-void Executor::fail(const Doing& doing) {
-  fault_->raise(describe_failure(setup_, doing, fault_->rank()));
+Failure Executor::describe_failure(const Doing& doing) const {
+  const Schedule& schedule = setup_.schedule;
+  Failure failure = setup_.describe(std::current_exception(), fault_->rank());
+  failure.stage = doing.stage % schedule.depth();
+  failure.replica = setup_.replica;
+  if (!doing.evaluating) {
+    failure.batch = doing.run;
+  }
+  failure.microbatch = schedule.number_in_batch(doing.stage, doing.microbatch);
+  failure.action = name_of(doing.kind);
+  failure.text = stage_name(*failure.stage, setup_.replica, setup_.num_replicas);
+  if (schedule.num_pipelines > 1) {
+    failure.text += detail::concat(" in pipeline ", schedule.pipeline(doing.stage));
+  }
+  failure.text += doing.evaluating ? ", evaluation" : detail::concat(", batch ", doing.run);
+  failure.text += detail::concat(", microbatch ", *failure.microbatch, ", ", *failure.action, ": ",
+                                 failure.cause);
+  return failure;
 }
+
+void Executor::fail(const Doing& doing) { fault_->raise(describe_failure(doing)); }
 
 void Executor::loop() {
   name_this_thread("pd2 stage " + std::to_string(workers_.front()->stage()));
@@ -303,7 +344,7 @@ void Executor::run_actions(ListKind list, std::int64_t last) {
     const auto place = runs_.find(last - before);
     return place == runs_.end() ? nullptr : &place->second;
   };
-  receives_.begin_list(runs_.rbegin()->second.wiring, list, find);
+  receives_.begin(runs_.rbegin()->second.wiring, list, find);
   const std::vector<Action>& actions = pd2::actions(this->actions(), list);
   for (int i = 0; i < static_cast<int>(actions.size()); ++i) {
     Action action = actions[i];
@@ -368,7 +409,7 @@ void Executor::evaluate(const Run& run) {
   PD2_ASSERT(is_empty(), "evaluation needs a drained pipeline");
   // Microbatch by microbatch: a channel holds a limited number of unreceived messages.
   for (int number = 0; number < static_cast<int>(run.layouts.size()); ++number) {
-    receives_.begin_evaluation(run.wiring, [&](int& microbatch) {
+    receives_.begin(run.wiring, std::nullopt, [&](int& microbatch) {
       microbatch = number;
       return &run;
     });
@@ -381,24 +422,6 @@ void Executor::evaluate(const Run& run) {
       worker->evaluate(run, number);
       receives_.end_action();
       worker->wait_for_device();
-    }
-  }
-}
-
-// ---------------------------------------------------------------- devices
-
-Executor::Given Executor::given_here() const {
-  Given given;
-  for (const StageStreams* each : streams_) {
-    given.push_back({Fence::here(each->device), Fence::of(each->inputs)});
-  }
-  return given;
-}
-
-void Executor::follow(const Given& given) const {
-  for (std::size_t i = 0; i < streams_.size(); ++i) {
-    for (const Fence& fence : given[i]) {
-      fence.hold_back(streams_[i]->compute);
     }
   }
 }

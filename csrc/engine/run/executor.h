@@ -4,7 +4,6 @@
 #include "core/schedule/schedule.h"
 #include "engine/fault.h"
 #include "engine/run/action_log.h"
-#include "engine/run/failed_action.h"
 #include "engine/run/planned_receives.h"
 #include "engine/run/run.h"
 #include "engine/run/stage_worker.h"
@@ -14,7 +13,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -103,12 +101,7 @@ class Executor {
   std::vector<ExecutedAction> take_record() { return log_.take(); }
 
  private:
-  // What the submitting thread's streams of one device, and the streams of its inputs, had been
-  // given.
-  using Given = std::vector<std::array<Fence, 2>>;
   const RankActions& actions() const { return setup_.schedule.ranks.at(setup_.rank); }
-  Given given_here() const;
-  void follow(const Given& given) const;
   Ticket submit(std::function<void()> command);
   void loop();
   // How many runs before the current one the microbatch is.
@@ -121,7 +114,16 @@ class Executor {
   void evaluate(const Run& run);
   void abort_channels();
   bool is_empty() const;
-  // Raises the fault with the exception that is being handled.
+  struct Doing {
+    int stage = 0;
+    ActionKind kind = ActionKind::kForward;
+    std::int64_t run = 0;
+    int microbatch = 0;
+    bool evaluating = false;
+  };
+  // The exception that is being handled, and where it was thrown.
+  Failure describe_failure(const Doing& doing) const;
+  // Raises the fault with it.
   void fail(const Doing& doing);
   // Discards the batch because of it. False if it is not the user's mistake, or if some stage may
   // have made the batch's update already.

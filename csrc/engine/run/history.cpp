@@ -2,8 +2,6 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-#include <utility>
-
 namespace pd2 {
 
 void History::add_sinks(std::vector<Message>& inbound) {

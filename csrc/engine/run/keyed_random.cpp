@@ -15,13 +15,12 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -57,12 +56,6 @@ constexpr Kind kind_of_ours() {
 }
 constexpr auto kShared = kind_of_ours<c10::DebugInfoKind>();
 
-struct ByTypeAndIndex {
-  bool operator()(const c10::Device& a, const c10::Device& b) const {
-    return std::pair(a.type(), a.index()) < std::pair(b.type(), b.index());
-  }
-};
-
 struct ThisThread {
   std::optional<RandomPlace> place;
   KeyedRandom::Options options;
@@ -72,7 +65,7 @@ struct ThisThread {
   at::Generator of_draw;              // and the generator of this one
   bool on_default = false;            // a device's default generator has it
   // For operators with a Generator argument, by device; made at the first draw there.
-  std::map<c10::Device, at::Generator, ByTypeAndIndex> generators;
+  std::unordered_map<c10::Device, at::Generator> generators;
   std::int64_t num_draws = 0;
 };
 thread_local ThisThread this_thread;

@@ -12,20 +12,15 @@ void PlannedReceives::plan(int wiring, const std::vector<StageEdge>& edges,
   plans_.insert_or_assign(wiring, plan_receives(setup_.schedule, edges, joint));
 }
 
-void PlannedReceives::begin_list(int wiring, ListKind list, FindRun find) {
-  const auto plan = plans_.find(wiring);
-  const bool is_planned = plan != plans_.end();
-  early_ = is_planned ? &plan->second.of(setup_.rank, list) : nullptr;
-  awaited_ =
-      is_planned ? &plan->second.awaited[static_cast<std::size_t>(list)].at(setup_.rank) : nullptr;
-  find_run_ = std::move(find);
-}
-
-void PlannedReceives::begin_evaluation(int wiring, FindRun find) {
-  const auto plan = plans_.find(wiring);
-  early_ = plan == plans_.end() ? nullptr : &plan->second.evaluation.at(setup_.rank);
+void PlannedReceives::begin(int wiring, std::optional<ListKind> list, FindRun find) {
+  early_ = nullptr;
   awaited_ = nullptr;
   find_run_ = std::move(find);
+  if (const auto plan = plans_.find(wiring); plan != plans_.end()) {
+    const ReceivePlan& found = plan->second;
+    early_ = list ? &found.of(setup_.rank, *list) : &found.evaluation.at(setup_.rank);
+    awaited_ = list ? &found.awaited[static_cast<std::size_t>(*list)].at(setup_.rank) : nullptr;
+  }
 }
 
 // Before the action's own receives: what it posts here is under way, whatever those wait for.

@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <vector>
 
 namespace pd2 {
@@ -27,9 +28,8 @@ class PlannedReceives {
   // `edges` and `joint` as plan_receives() has them, which may throw ValueError.
   void plan(int wiring, const std::vector<StageEdge>& edges, const std::vector<JointUpdate>& joint);
 
-  // A list is executed next, or an evaluation of a microbatch.
-  void begin_list(int wiring, ListKind list, FindRun find);
-  void begin_evaluation(int wiring, FindRun find);
+  // A list is executed next; none: an evaluation of a microbatch.
+  void begin(int wiring, std::optional<ListKind> list, FindRun find);
 
   // These post the receives that belong there: the second once, the last one too. The first one
   // waits for updates in between, as the plan asks for. `run`: of `what`, the action; null: it is

@@ -76,12 +76,11 @@ struct ForwardResult {
 
 using Forward = std::function<ForwardResult(ForwardCall)>;
 
-// Whether actions are recorded as a device's graphs: not at all, those that can be, or all.
-enum class UseGraphs { kNever, kAuto, kAlways };
-
+// How actions are recorded as a device's graphs.
 struct GraphSetup {
-  UseGraphs use = UseGraphs::kNever;
+  bool always = false;  // all of them; false: those that can be
   // Called before `forward` for each microbatch of a train_step, which need not be called then.
+  // Null: none is recorded.
   std::function<GivenInputs(const ForwardCall&)> look;
   std::int64_t most_bytes = std::numeric_limits<std::int64_t>::max();  // of the graphs' memory
   // Describes an exception that ended a recording, also a Python one, which is over then.
@@ -114,8 +113,9 @@ struct ExecutorSetup {
   // Gets a run's loss, of one pipeline, when its last microbatch has been forwarded; must not take
   // long.
   std::function<void(std::int64_t run, RunLoss loss, int pipeline)> on_loss;
-  // Calls `loop` in the executor's thread, with what forwards need in a thread; null: nothing.
-  std::function<void(const std::function<void()>& loop)> run_thread;
+  // Calls `loop` in the executor's thread, with what forwards need in a thread.
+  std::function<void(const std::function<void()>& loop)> run_thread =
+      [](const std::function<void()>& loop) { loop(); };
   // What the user's code raises in a batch discards that; null: it is a fault.
   std::shared_ptr<Discards> discards;
   // Whether all stages learn of a discarded batch before they get a message of it.

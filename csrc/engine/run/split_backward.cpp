@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <typeindex>
 #include <unordered_map>
-#include <unordered_set>
 
 namespace pd2 {
 
@@ -62,12 +61,13 @@ bool has_hooks(Node& node) {
 
 }  // namespace
 
-void run_autograd(const edge_list& roots, const variable_list& gradients, bool keep_graph) {
-  if (roots.empty()) {
+void run_autograd(const Incoming& incoming, bool keep_graph) {
+  if (incoming.roots.empty()) {
     return;
   }
-  torch::autograd::Engine::get_default_engine().execute(
-      roots, gradients, keep_graph, /*create_graph=*/false, /*accumulate_grad=*/true);
+  torch::autograd::Engine::get_default_engine().execute(incoming.roots, incoming.gradients,
+                                                        keep_graph, /*create_graph=*/false,
+                                                        /*accumulate_grad=*/true);
 }
 
 // What reaches an operator, after all hooks.
@@ -131,12 +131,12 @@ class SplitBackward::Graph {
   std::unordered_map<const Node*, int> num_edges_;
 };
 
-void SplitBackward::run_input_half(const edge_list& roots, const variable_list& gradients) {
-  const Graph graph(roots);
+void SplitBackward::run_input_half(const Incoming& incoming) {
+  const Graph graph(incoming.roots);
   std::unordered_set<const Node*> kept;  // what the second half runs
   defer(graph, kept);
   // Nothing is left for the second half of compiled stages, whose graphs must not be kept.
-  run_autograd(roots, gradients, /*keep_graph=*/!kept.empty());
+  run_autograd(incoming, /*keep_graph=*/!kept.empty());
 
   for (const Deferred& deferred : deferred_) {
     deferred.node->pre_hooks().clear();
@@ -185,14 +185,7 @@ void SplitBackward::defer(const Graph& graph, std::unordered_set<const Node*>& k
 }
 
 void SplitBackward::run_weight_half() {
-  edge_list roots;
-  variable_list gradients;
-  const auto add_root = [&](const NodePtr& node, const at::Tensor& gradient) {
-    if (gradient.defined()) {
-      roots.emplace_back(node, 0);
-      gradients.push_back(gradient);
-    }
-  };
+  Incoming incoming;
   for (Deferred& deferred : deferred_) {
     for (Edge& edge : deferred.node->next_edges()) {
       edge = Edge();
@@ -200,9 +193,12 @@ void SplitBackward::run_weight_half() {
     for (WeightEdge& weight : deferred.weights) {
       deferred.node->next_edges()[weight.index] = std::move(weight.edge);
     }
-    add_root(deferred.node, *deferred.gradient);
+    if (deferred.gradient->defined()) {
+      incoming.roots.emplace_back(deferred.node, 0);
+      incoming.gradients.push_back(*deferred.gradient);
+    }
   }
-  run_autograd(roots, gradients, /*keep_graph=*/false);
+  run_autograd(incoming, /*keep_graph=*/false);
   deferred_.clear();
 }
 

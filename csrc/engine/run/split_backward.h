@@ -11,9 +11,14 @@
 
 namespace pd2 {
 
+// Where a backward begins, and the gradients there.
+struct Incoming {
+  torch::autograd::edge_list roots{};
+  torch::autograd::variable_list gradients{};
+};
+
 // One call of autograd's engine, which accumulates the weights' gradients; nothing without roots.
-void run_autograd(const torch::autograd::edge_list& roots,
-                  const torch::autograd::variable_list& gradients, bool keep_graph);
+void run_autograd(const Incoming& incoming, bool keep_graph);
 
 // Together the halves add to the weights' gradients the bits that one backward adds.
 //
@@ -25,9 +30,8 @@ void run_autograd(const torch::autograd::edge_list& roots,
 // may still be in the accumulators.
 class SplitBackward {
  public:
-  // I: the backward from `roots`.
-  void run_input_half(const torch::autograd::edge_list& roots,
-                      const torch::autograd::variable_list& gradients);
+  // I of the backward.
+  void run_input_half(const Incoming& incoming);
   // W, once.
   void run_weight_half();
 

@@ -2,15 +2,11 @@
 
 #include "core/check.h"
 #include "engine/clock.h"
-#include "engine/run/keyed_random.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
 
 #include <algorithm>
-#include <optional>
-#include <utility>
-#include <vector>
 
 namespace pd2 {
 namespace {
@@ -55,10 +51,10 @@ std::int64_t StageWorker::version_of(const Run& run, int microbatch) const {
 }
 
 void StageWorker::expect_values(const Run& run, int num_microbatches) {
-  for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
+  for (const EdgeEnd& edge : wirings_.at(run.wiring).inbound) {
     for (int microbatch = 0; microbatch < num_microbatches; ++microbatch) {
       if (!is_absent(run, microbatch)) {
-        edge.values->expect(layout(run, microbatch));
+        edge.receiver->expect(layout(run, microbatch));
       }
     }
   }
@@ -91,8 +87,8 @@ ForwardCall StageWorker::receive_values(const Run& run, int microbatch, InFlight
   ForwardCall call;
   call.run = run.id;
   call.microbatch = microbatch;
-  for (const InboundEdge& edge : wirings_.at(run.wiring).inbound) {
-    call.inbound.push_back(edge.values->receive());
+  for (const EdgeEnd& edge : wirings_.at(run.wiring).inbound) {
+    call.inbound.push_back(edge.receiver->receive());
     look_at(call.inbound.back(), run);
     in_flight.message_bytes += call.inbound.back().bytes();
     in_flight.owes_gradients.push_back(call.inbound.back().differentiable());
@@ -108,7 +104,7 @@ void StageWorker::send_values(const Run& run, int microbatch, std::optional<Forw
   const LayoutId layout = this->layout(run, microbatch);
   std::vector<Message> messages(wiring.outbound.size());
   for (std::size_t e = 0; e < messages.size(); ++e) {
-    Sender& channel = *wiring.outbound[e].values;
+    Sender& channel = *wiring.outbound[e].sender;
     Message& message = messages[e];
     bool expects_gradients = false;
     const auto prepare = [&] {
@@ -136,12 +132,12 @@ void StageWorker::send_values(const Run& run, int microbatch, std::optional<Forw
       in_flight->expects_gradients.push_back(expects_gradients);
     }
     if (expects_gradients) {
-      wiring.outbound[e].gradients->expect(layout);
+      wiring.outbound[e].receiver->expect(layout);
     }
   }
   callbacks_.receives.post_with_sends();
   for (std::size_t e = 0; e < messages.size(); ++e) {
-    wiring.outbound[e].values->send(layout, std::move(messages[e]));
+    wiring.outbound[e].sender->send(layout, std::move(messages[e]));
   }
 }
 
@@ -219,14 +215,14 @@ void StageWorker::prepare(ActionKind kind, const Run& run, int microbatch) {
   }
   const Wiring& wiring = wirings_.at(run.wiring);
   if (kind == ActionKind::kForward) {
-    for (const InboundEdge& edge : wiring.inbound) {
-      edge.values->prepare();
+    for (const EdgeEnd& edge : wiring.inbound) {
+      edge.receiver->prepare();
     }
   } else if (kind == ActionKind::kBackward || kind == ActionKind::kInputGrad) {
     const auto in_flight = in_flight_.find({run.id, microbatch});
     for (std::size_t e = 0; e < wiring.outbound.size() && in_flight != in_flight_.end(); ++e) {
       if (in_flight->second.expects_gradients[e]) {
-        wiring.outbound[e].gradients->prepare();
+        wiring.outbound[e].receiver->prepare();
       }
     }
   }
@@ -237,15 +233,15 @@ void StageWorker::post(const Run& run, int microbatch, int sender) {
     return;
   }
   const Wiring& wiring = wirings_.at(run.wiring);
-  for (const InboundEdge& edge : wiring.inbound) {
-    if (edge.producer == sender) {
-      edge.values->post();
+  for (const EdgeEnd& edge : wiring.inbound) {
+    if (edge.other == sender) {
+      edge.receiver->post();
     }
   }
   const auto in_flight = in_flight_.find({run.id, microbatch});
   for (std::size_t e = 0; e < wiring.outbound.size() && in_flight != in_flight_.end(); ++e) {
-    if (wiring.outbound[e].consumer == sender && in_flight->second.expects_gradients[e]) {
-      wiring.outbound[e].gradients->post();
+    if (wiring.outbound[e].other == sender && in_flight->second.expects_gradients[e]) {
+      wiring.outbound[e].receiver->post();
     }
   }
 }
@@ -403,8 +399,10 @@ void StageWorker::evaluate(const Run& run, int microbatch) {
   InFlight none;
   ForwardCall call = receive_values(run, microbatch, none);
   updates_.await(stage_->versions().newest());
-  const ActionRange range(mine_.index, microbatch, stage_->versions().newest());
-  call.slot = stage_->versions().slot(stage_->versions().newest());
+  const std::int64_t newest = stage_->versions().newest();
+  const ActionRange range({mine_.index, ActionKind::kForward, run.id, microbatch, newest, 0, 0},
+                          /*evaluates=*/true);
+  call.slot = stage_->versions().slot(newest);
   std::optional<ForwardResult> result;
   if (!is_discarded(run) && !attempt(run, [&] { result = mine_.forward(std::move(call)); })) {
     result.reset();
@@ -480,14 +478,13 @@ void StageWorker::backward(const Run& run, int microbatch) {
   }
   const bool begins_early = stage_->gradients().begins_early() && lets_sums_begin(run, microbatch);
   InFlight& in_flight = this->in_flight(run.id, microbatch);
-  run_backward(ActionKind::kBackward, run, microbatch,
-               [&](const auto& roots, const auto& gradients) {
-                 if (graphs_) {
-                   graphs_->backward(in_flight.graph, {roots, gradients}, begins_early);
-                 } else {
-                   run_autograd(roots, gradients, /*keep_graph=*/false);
-                 }
-               });
+  run_backward(ActionKind::kBackward, run, microbatch, [&](const Incoming& incoming) {
+    if (graphs_) {
+      graphs_->backward(in_flight.graph, incoming, begins_early);
+    } else {
+      run_autograd(incoming, /*keep_graph=*/false);
+    }
+  });
   end_flight(run.id, microbatch);
 }
 
@@ -499,9 +496,7 @@ void StageWorker::input_grad(const Run& run, int microbatch) {
   in_flight.split = std::make_unique<SplitBackward>();
   stage_->gradients().hold(&in_flight.held);
   run_backward(ActionKind::kInputGrad, run, microbatch,
-               [&](const auto& roots, const auto& gradients) {
-                 in_flight.split->run_input_half(roots, gradients);
-               });
+               [&](const Incoming& incoming) { in_flight.split->run_input_half(incoming); });
   stage_->gradients().hold(nullptr);
   in_flight.history.clear();
 }
@@ -537,7 +532,7 @@ void StageWorker::weight_grad(const Run& run, int microbatch) {
   end_flight(run.id, microbatch);
 }
 
-StageWorker::Incoming StageWorker::receive_gradients(const Run& run, InFlight& in_flight) const {
+Incoming StageWorker::receive_gradients(const Run& run, InFlight& in_flight) const {
   const Wiring& wiring = wirings_.at(in_flight.wiring);
   Incoming incoming;
   // The last consumer's gradient first: the order in which the unsplit backward adds them.
@@ -545,7 +540,7 @@ StageWorker::Incoming StageWorker::receive_gradients(const Run& run, InFlight& i
     if (!in_flight.expects_gradients[e]) {
       continue;
     }
-    Message message = wiring.outbound[e].gradients->receive();
+    Message message = wiring.outbound[e].receiver->receive();
     look_at(message, run);
     in_flight.message_bytes += message.bytes();
     if (is_discarded(run)) {
@@ -566,7 +561,7 @@ StageWorker::Incoming StageWorker::receive_gradients(const Run& run, InFlight& i
 }
 
 void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
-                               const Backward& execute) {
+                               const std::function<void(const Incoming&)>& execute) {
   InFlight& in_flight = this->in_flight(run.id, microbatch);
   if (mine_.recompute && !is_discarded(run)) {  // before waiting for the gradients
     attempt(run, [&] { recompute(run.id, microbatch, in_flight); });
@@ -593,14 +588,14 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
       if (in_flight.history.sinks[e]) {
         static_cast<InputSink&>(*in_flight.history.sinks[e]).on_captured = [&, e] {
           sent_at = now();
-          wiring.inbound[e].gradients->send(in_flight.layout, captured(e));
+          wiring.inbound[e].sender->send(in_flight.layout, captured(e));
           sent[e] = true;
         };
       }
     }
     const auto compute = [&] {
       const KeyedRandom random = draw_by(in_flight.random_key, kind);
-      execute(incoming.roots, incoming.gradients);
+      execute(incoming);
     };
     is_good = attempt(run, compute, [&] { return sent_at.has_value(); });
   }
@@ -615,13 +610,13 @@ void StageWorker::run_backward(ActionKind kind, const Run& run, int microbatch,
       } else {
         messages[e].is_void = true;
       }
-      wiring.inbound[e].gradients->prepare(in_flight.layout, messages[e]);
+      wiring.inbound[e].sender->prepare(in_flight.layout, messages[e]);
     }
   }
   callbacks_.receives.post_with_sends();
   for (std::size_t e = 0; e < messages.size(); ++e) {
     if (in_flight.owes_gradients[e] && !sent[e]) {
-      wiring.inbound[e].gradients->send(in_flight.layout, std::move(messages[e]));
+      wiring.inbound[e].sender->send(in_flight.layout, std::move(messages[e]));
     }
   }
   if (!is_good) {

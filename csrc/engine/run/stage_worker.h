@@ -17,7 +17,6 @@
 #include "engine/update/stage_updates.h"
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <atomic>
 #include <cstdint>
@@ -124,8 +123,6 @@ class StageWorker {
     std::int64_t bytes = 0;
     std::int64_t message_bytes = 0;  // of what it has received
   };
-  using Backward =
-      std::function<void(const torch::autograd::edge_list&, const torch::autograd::variable_list&)>;
 
   LayoutId layout(const Run& run, int microbatch) const {
     return run.layouts.at(first_microbatch_ + microbatch);
@@ -176,12 +173,9 @@ class StageWorker {
   bool skips_backward(ActionKind kind, const Run& run, int microbatch);
   // Receives the gradients of the values that the microbatch sent, runs `execute` and sends the
   // gradients of the values that it received.
-  void run_backward(ActionKind kind, const Run& run, int microbatch, const Backward& execute);
-  // The outbound gradients of a microbatch with where they begin; none if the batch is discarded.
-  struct Incoming {
-    torch::autograd::edge_list roots;
-    torch::autograd::variable_list gradients;
-  };
+  void run_backward(ActionKind kind, const Run& run, int microbatch,
+                    const std::function<void(const Incoming&)>& execute);
+  // The outbound gradients of a microbatch; none if the batch is discarded.
   Incoming receive_gradients(const Run& run, InFlight& in_flight) const;
   void begin_gradients(const Run& run, int microbatch);
   bool lets_sums_begin(const Run& run, int microbatch) const;

@@ -3,7 +3,6 @@
 
 #include "engine/channels/channel.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -15,24 +14,17 @@
 
 namespace pd2 {
 
-// An edge as its consumer sees it: values come in, their gradients go back.
-struct InboundEdge {
-  std::shared_ptr<Receiver> values;
-  std::shared_ptr<Sender> gradients;
-  int producer = -1;  // a stage of the schedule
-};
-
-// An edge as its producer sees it.
-struct OutboundEdge {
-  std::shared_ptr<Sender> values;
-  std::shared_ptr<Receiver> gradients;
-  int consumer = -1;
+// A stage's end of an edge. An inbound one receives values and sends their gradients back, an
+// outbound one the reverse.
+struct EdgeEnd {
+  std::shared_ptr<Receiver> receiver;
+  std::shared_ptr<Sender> sender;
+  int other = -1;  // the stage at the other end, one of the schedule
 };
 
 // The edges of one capture of the model.
 struct Wiring {
-  std::vector<InboundEdge> inbound;
-  std::vector<OutboundEdge> outbound;
+  std::vector<EdgeEnd> inbound, outbound;
 };
 
 // A stage's wirings by number: a model captured in two modes may have different edges, which share
@@ -68,14 +60,14 @@ class Wirings {
  private:
   template <typename Use>
   void for_each_channel(Use use) const {
-    const auto use_both = [&](const auto& edge) {
-      use(*edge.values);
-      use(*edge.gradients);
-    };
     const std::lock_guard lock(mutex_);
     for (const auto& [id, wiring] : wirings_) {
-      std::ranges::for_each(wiring.inbound, use_both);
-      std::ranges::for_each(wiring.outbound, use_both);
+      for (const auto* edges : {&wiring.inbound, &wiring.outbound}) {
+        for (const EdgeEnd& edge : *edges) {
+          use(*edge.receiver);
+          use(*edge.sender);
+        }
+      }
     }
   }
 

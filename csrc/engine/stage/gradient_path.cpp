@@ -3,8 +3,6 @@
 #include "core/check.h"
 #include "engine/channels/wait_for_work.h"
 
-#include <algorithm>
-
 namespace pd2 {
 
 GradientPath::GradientPath(const StageLayout& layout, const Slots& slots,
@@ -86,13 +84,7 @@ void GradientPath::hold(std::vector<HeldGradient>* where) {
 
 void GradientPath::move(std::size_t count, std::size_t from, std::size_t to) {
   for (const auto& gradient : gradients_) {
-    if (gradient->num_buffers() < count) {
-      gradient->add_buffer();
-    }
-    gradient->move(from, to);
-    if (gradient->num_buffers() > count) {
-      gradient->drop_last_buffer();
-    }
+    gradient->move(count, from, to);
   }
 }
 

@@ -11,7 +11,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>

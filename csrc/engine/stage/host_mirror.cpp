@@ -201,22 +201,15 @@ void HostMirror::take_changes(const std::vector<at::Tensor>& slot,
   }
 }
 
-std::int64_t HostMirror::bytes() const {
-  std::int64_t bytes = 0;
+PaddedBytes HostMirror::bytes() const {
+  PaddedBytes sum;
   for (const Part& part : parts_) {
-    bytes += part.packing.parameter_numel() *
-             static_cast<std::int64_t>(part.weights.element_size() + part.gradients.element_size());
+    const auto size =
+        static_cast<std::int64_t>(part.weights.element_size() + part.gradients.element_size());
+    sum.used += part.packing.parameter_numel() * size;
+    sum.padding += (part.packing.numel() - part.packing.parameter_numel()) * size;
   }
-  return bytes;
-}
-
-std::int64_t HostMirror::padding_bytes() const {
-  std::int64_t bytes = 0;
-  for (const Part& part : parts_) {
-    bytes += part.packing.numel() *
-             static_cast<std::int64_t>(part.weights.element_size() + part.gradients.element_size());
-  }
-  return bytes - this->bytes();
+  return sum;
 }
 
 }  // namespace pd2

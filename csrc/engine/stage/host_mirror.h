@@ -96,9 +96,8 @@ class HostMirror {
   // what it was, or they would lose their low bits.
   void take_changes(const std::vector<at::Tensor>& slot, const std::vector<at::Tensor>& masters);
 
-  // Of weights and gradients; what belongs to no parameter apart.
-  std::int64_t bytes() const;
-  std::int64_t padding_bytes() const;
+  // Of weights and gradients.
+  PaddedBytes bytes() const;
 
  private:
   struct Part {

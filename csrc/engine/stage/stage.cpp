@@ -179,14 +179,15 @@ StageBytes Stage::bytes() const {
       add(bytes.masters, 1, mine, master);
     }
   }
-  bytes.optimizer_state = step_place_.state_bytes();
-  bytes.padding += step_place_.state_padding_bytes();
+  const PaddedBytes state = step_place_.state_bytes();
+  bytes.optimizer_state = state.used;
+  bytes.padding += state.padding;
   bytes.replica_sums = gradients_.replicas() ? gradients_.replicas()->bytes() : 0;
   if (const HostMirror* host = gradients_.host()) {
-    bytes.host_copies = host->bytes();
-    bytes.padding += host->padding_bytes();
-    bytes.on_host = host->bytes() + host->padding_bytes() + step_place_.state_bytes() +
-                    step_place_.state_padding_bytes();
+    const PaddedBytes copies = host->bytes();
+    bytes.host_copies = copies.used;
+    bytes.padding += copies.padding;
+    bytes.on_host = copies.used + copies.padding + state.used + state.padding;
     for (const at::Tensor& master : masters_.flats()) {
       bytes.on_host += master.defined() ? static_cast<std::int64_t>(master.nbytes()) : 0;
     }

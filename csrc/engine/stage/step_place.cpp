@@ -214,20 +214,14 @@ void StepPlace::set_kept_step(std::size_t parameter, const at::Tensor& value) {
   by->set_has_kept(index, value.defined());
 }
 
-std::int64_t StepPlace::state_bytes() const {
-  std::int64_t bytes = 0;
+PaddedBytes StepPlace::state_bytes() const {
+  PaddedBytes sum;
   for (const Fused& fused : fused_) {
-    bytes += fused.optimizer->state_bytes();
+    const auto [used, padding] = fused.optimizer->state_bytes();
+    sum.used += used;
+    sum.padding += padding;
   }
-  return bytes;
-}
-
-std::int64_t StepPlace::state_padding_bytes() const {
-  std::int64_t bytes = 0;
-  for (const Fused& fused : fused_) {
-    bytes += fused.optimizer->state_padding_bytes();
-  }
-  return bytes;
+  return sum;
 }
 
 }  // namespace pd2

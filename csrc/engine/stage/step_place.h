@@ -68,8 +68,7 @@ class StepPlace {
   at::Tensor kept_step(std::size_t parameter) const;
   // Undefined: there is none.
   void set_kept_step(std::size_t parameter, const at::Tensor& value);
-  std::int64_t state_bytes() const;
-  std::int64_t state_padding_bytes() const;
+  PaddedBytes state_bytes() const;
 
  private:
   // A fused optimizer's part of a run of neighbours that it steps at once.

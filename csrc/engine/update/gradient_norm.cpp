@@ -14,8 +14,6 @@
 #include <bit>
 #include <cmath>
 #include <span>
-#include <string>
-#include <utility>
 
 namespace pd2 {
 namespace {

@@ -7,8 +7,6 @@
 
 #include <chrono>
 #include <iterator>
-#include <utility>
-#include <vector>
 
 namespace pd2 {
 
@@ -63,7 +61,12 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
     await(gradients.batch);
     is_made_ = this->apply(gradients, apply, loss_scale);
     stage_.exchange_shares(callbacks_.is_stopped);
-    end_update(gradients);
+    if (is_made_) {
+      stage_.publish();
+      copies_.made(gradients.batch + 1, {Fence::of(stage_.streams().compute)});
+    } else {
+      stage_.drop();
+    }
     return;
   }
   start(gradients, [=, this] { return this->apply(gradients, apply, loss_scale); });
@@ -143,15 +146,6 @@ void StageUpdates::free_gradients() {
     if (callbacks_.is_stopped()) {
       throw ChannelAborted();
     }
-  }
-}
-
-void StageUpdates::end_update(const Complete& gradients) {
-  if (is_made_) {
-    stage_.publish();
-    copies_.made(gradients.batch + 1, {Fence::of(stage_.streams().compute)});
-  } else {
-    stage_.drop();
   }
 }
 

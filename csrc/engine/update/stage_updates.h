@@ -103,7 +103,6 @@ class StageUpdates {
   void give_word(std::int64_t run);
   void drop(const Complete& gradients) const;
   void exchange_shares();  // by the update under way, after its step
-  void end_update(const Complete& gradients);
   void wait_for(Background& background) const;
 
   Stage& stage_;

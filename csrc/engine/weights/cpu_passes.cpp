@@ -1,17 +1,13 @@
-#include "engine/by_device_type.h"
 #include "engine/weights/device_passes.h"
-#include "engine/weights/tensor_norms.h"
 #include "kernels/cpu/step.h"
 #include "kernels/half.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <iterator>
-#include <type_traits>
 #include <variant>
 
 namespace pd2 {
@@ -120,14 +116,6 @@ void step_on_cpu(const FlatStep& step, const at::Tensor&) {
   kernels::visit_weights(step.arrays, [&](const auto& weights) { step_weights(weights, step); });
 }
 
-at::Tensor norms_on_cpu(const std::vector<at::Tensor>& tensors, double norm_type) {
-  std::vector<double> norms;
-  for (const at::Tensor& tensor : tensors) {
-    norms.push_back(norm_by_torch(tensor, norm_type).item<double>());
-  }
-  return at::tensor(norms, at::kDouble);
-}
-
 [[maybe_unused]] const bool kCpusAreThere = [] {
   by_device_type<DevicePasses>().set(c10::DeviceType::CPU, cpu_passes());
   return true;
@@ -136,11 +124,7 @@ at::Tensor norms_on_cpu(const std::vector<at::Tensor>& tensors, double norm_type
 }  // namespace
 
 DevicePasses cpu_passes() {
-  return {[](const FlatStep&, at::Tensor&) {}, &step_on_cpu, &norms_on_cpu};
-}
-
-const DevicePasses* find_device_passes(c10::DeviceType type) {
-  return by_device_type<DevicePasses>().find(type);
+  return {[](const FlatStep&, at::Tensor&) {}, &step_on_cpu, /*norms=*/nullptr};
 }
 
 }  // namespace pd2

@@ -1,7 +1,6 @@
 // CUDA's passes, and the current stream for their launches.
 #ifdef PD2_WITH_CUDA
 
-#include "engine/by_device_type.h"
 #include "engine/weights/grid_passes.h"
 
 #include <c10/cuda/CUDAStream.h>

@@ -1,6 +1,7 @@
 // What a kind of device does for optimizers: passes over flat buffers, found by device type.
 #pragma once
 
+#include "engine/by_device_type.h"
 #include "kernels/grid/launch.h"
 #include "kernels/grid/step_table.h"
 
@@ -29,13 +30,12 @@ struct DevicePasses {
   void (*upload)(const FlatStep& step, at::Tensor& table);
   void (*step)(const FlatStep& step, const at::Tensor& table);
   // Of dense float32, float64 or bfloat16 tensors, all of one dtype. `norm_type` is 1, 2 or
-  // infinity. See tensor_norms.h.
+  // infinity. See tensor_norms.h. Null: torch's own will do.
   at::Tensor (*norms)(const std::vector<at::Tensor>& tensors, double norm_type);
 };
 
-DevicePasses cpu_passes();  // shared out to threads
-// The CPU's are there from the beginning, CUDA's where they were built; see by_device_type(). Null
-// if there are none.
-const DevicePasses* find_device_passes(c10::DeviceType type);
+// Shared out to threads. They are there by_device_type() from the beginning, CUDA's where they were
+// built.
+DevicePasses cpu_passes();
 
 }  // namespace pd2

@@ -4,11 +4,9 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/strides.h>
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 #include <atomic>
+#include <sys/mman.h>
 
 namespace pd2 {
 namespace {
@@ -17,15 +15,13 @@ constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
 
 // Only whole huge pages inside the memory, so that no byte outside it is affected. A refusal is no
 // error: the memory is as good, only slower.
-void advise_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] std::uintptr_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
+void advise_huge_pages(void* memory, std::uintptr_t bytes) {
   const auto address = reinterpret_cast<std::uintptr_t>(memory);
   const std::uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
   const std::uintptr_t end = (address + bytes) / kHugePage * kHugePage;
   if (begin < end) {
     madvise(static_cast<char*>(memory) + (begin - address), end - begin, MADV_HUGEPAGE);
   }
-#endif
 }
 
 // An optimizer's step goes through several buffers at once. Large ones begin at equal distances

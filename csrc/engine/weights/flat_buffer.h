@@ -18,6 +18,11 @@ at::Tensor zeros_on_huge_pages(std::int64_t numel, const at::TensorOptions& opti
 // at no more than a cache line; devices' allocators give each tensor 512 bytes.
 inline std::int64_t alignment_bytes(c10::Device device) { return device.is_cpu() ? 64 : 512; }
 
+// Bytes that belong to parameters, and those between them.
+struct PaddedBytes {
+  std::int64_t used = 0, padding = 0;
+};
+
 // Where one parameter lies in a flat buffer, in elements, with the sizes and strides of its view.
 struct ParameterView {
   std::int64_t offset = 0;

@@ -1,7 +1,6 @@
 #include "engine/weights/fused_optimizer.h"
 
 #include "core/check.h"
-#include "engine/weights/flat_buffer.h"
 
 #include <c10/core/DeviceGuard.h>
 
@@ -37,11 +36,6 @@ OptimizerKind parse_optimizer(std::string_view kind) {
   return kind == "sgd" ? OptimizerKind::kSgd : OptimizerKind::kAdam;
 }
 
-bool FusedOptimizer::supports(at::ScalarType dtype, at::Device device) {
-  return find_device_passes(device.type()) != nullptr &&
-         (dtype == at::kFloat || dtype == at::kDouble);
-}
-
 FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
                                const at::Tensor& flat_example)
     : kind_(kind),
@@ -50,11 +44,12 @@ FusedOptimizer::FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> s
       gradient_dtype_(flat_example.scalar_type()),
       options_(flat_example.options().requires_grad(false).dtype(
           gradient_dtype_ == at::kBFloat16 ? at::kFloat : gradient_dtype_)),
+      passes_(by_device_type<DevicePasses>().find(flat_example.device().type())),
       step_counts_(slices_.size(), 0),
       has_momentum_(slices_.size(), false),
       has_kept_(slices_.size(), false) {
   PD2_CHECK(
-      supports(options_.dtype().toScalarType(), flat_example.device()),
+      passes_ != nullptr && (options_.dtype() == at::kFloat || options_.dtype() == at::kDouble),
       "flat buffer: ", gradient_dtype_, " on ", flat_example.device(),
       ": the fused optimizer needs float32, float64 or bfloat16 on a device it was built for");
   const std::int64_t line = alignment_bytes(flat_example.device()) / flat_example.element_size();
@@ -109,9 +104,8 @@ void FusedOptimizer::step(const at::Tensor& w, const at::Tensor& gradient, const
     if (states_[i].flat.defined()) step.arrays.state[i] = states_[i].flat.mutable_data_ptr();
   }
   const c10::DeviceGuard guard(w.device());
-  const DevicePasses& passes = *find_device_passes(w.device().type());
-  passes.upload(step, table_);
-  passes.step(step, table_);
+  passes_->upload(step, table_);
+  passes_->step(step, table_);
 
   for (std::size_t i = 0; i < slices_.size(); ++i) {
     has_kept_[i] =
@@ -251,22 +245,14 @@ at::Tensor FusedOptimizer::kept_or_zeros() {
   return kept_;
 }
 
-std::int64_t FusedOptimizer::bytes_of_element() const {
-  std::int64_t bytes = kept_.defined() ? kept_.element_size() : 0;
+PaddedBytes FusedOptimizer::state_bytes() const {
+  std::int64_t element = kept_.defined() ? kept_.element_size() : 0;
   for (const State& state : states_) {
-    bytes += state.flat.defined() ? state.flat.element_size() : 0;
+    element += state.flat.defined() ? state.flat.element_size() : 0;
   }
-  return bytes;
-}
-
-std::int64_t FusedOptimizer::state_bytes() const {
   std::int64_t numel = 0;
   for (const ParameterSlice& slice : slices_) numel += slice.numel;
-  return numel * bytes_of_element();
-}
-
-std::int64_t FusedOptimizer::state_padding_bytes() const {
-  return state_numel_ * bytes_of_element() - state_bytes();
+  return {numel * element, (state_numel_ - numel) * element};
 }
 
 }  // namespace pd2

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/weights/device_passes.h"
+#include "engine/weights/flat_buffer.h"
 #include "kernels/grid/launch.h"
 #include "kernels/optimizer.h"
 
@@ -44,14 +45,10 @@ struct ParameterSlice {
 // that of torch.optim.SGD, Adam and AdamW with foreach=False.
 class FusedOptimizer {
  public:
-  // Whether there are passes for weights or masters of this dtype (float32, float64) and this
-  // device (see device_passes.h).
-  static bool supports(at::ScalarType dtype, at::Device device);
-
   // `flat_example` gives length, dtype and device of gradients; its content is not read. State is
   // of that dtype too; of bfloat16 gradients, which bfloat16 weights with a master may have, it is
   // float32. Slices are in ascending order. Throws ValueError for slices that overlap, are not on a
-  // 64-byte boundary or leave the buffer, and where supports() is false.
+  // 64-byte boundary or leave the buffer, for other dtypes and where the device has no passes.
   FusedOptimizer(OptimizerKind kind, std::vector<ParameterSlice> slices,
                  const at::Tensor& flat_example);
 
@@ -95,9 +92,8 @@ class FusedOptimizer {
   bool has_kept(std::size_t i) const { return has_kept_.at(i); }
   void set_has_kept(std::size_t i, bool has_kept) { has_kept_.at(i) = has_kept; }
 
-  // Bytes of state, and of what feedback keeps, that belong to parameters: padding not counted.
-  std::int64_t state_bytes() const;
-  std::int64_t state_padding_bytes() const;
+  // Of state, and of what feedback keeps.
+  PaddedBytes state_bytes() const;
 
  private:
   void check_arguments(const at::Tensor& w, const at::Tensor& gradient, const at::Tensor& w_out,
@@ -114,8 +110,6 @@ class FusedOptimizer {
   };
   const State& find_state(std::string_view name) const;
   at::Tensor state_or_zeros(std::size_t which);
-  // Of one element of all that is allocated.
-  std::int64_t bytes_of_element() const;
 
   OptimizerKind kind_;
   std::vector<ParameterSlice> slices_;
@@ -124,6 +118,7 @@ class FusedOptimizer {
   std::int64_t state_numel_ = 0;
   at::ScalarType gradient_dtype_;
   at::TensorOptions options_;  // of the arithmetic
+  const DevicePasses* passes_;
   std::vector<State> states_;
   std::vector<std::int64_t> step_counts_;
   std::vector<bool> has_momentum_;

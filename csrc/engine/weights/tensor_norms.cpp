@@ -35,9 +35,9 @@ at::Tensor norms_of(const std::vector<at::Tensor>& tensors, double norm_type) {
     std::vector<at::Tensor> alike;
     for (const std::size_t member : members) alike.push_back(tensors[member]);
     const c10::DeviceGuard guard(alike.front().device());
-    const DevicePasses* passes = find_device_passes(alike.front().device().type());
+    const DevicePasses* passes = by_device_type<DevicePasses>().find(alike.front().device().type());
     const bool is_known = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16;
-    const bool has_pass = passes != nullptr && is_known &&
+    const bool has_pass = passes != nullptr && passes->norms != nullptr && is_known &&
                           (norm_type == 1 || norm_type == 2 || norm_type == INFINITY);
     const at::Tensor values =
         has_pass ? passes->norms(alike, norm_type) : norms_by_torch(alike, norm_type);

@@ -2,7 +2,6 @@
 
 #include "kernels/grid/grid.h"
 #include "kernels/grid/number.h"
-#include "kernels/optimizer_steps.h"
 
 #include <cstring>
 #include <type_traits>

@@ -90,7 +90,7 @@ TEST_F(GradAccumulatorTest, BatchesTakeTurnsBetweenBuffers) {
 TEST_F(GradAccumulatorTest, WhatHasBeenAddedMovesAndGrowsOn) {
   gradients_.begin_batch(0);
   (parameters_[0] * 2).sum().backward();
-  gradients_.move(0, 1);
+  gradients_.move(2, 0, 1);
   (parameters_[0] * 3).sum().backward();
   EXPECT_EQ(gradients_.view(1, 0).sum().item<float>(), 15);
   EXPECT_EQ(gradients_.has_gradient(1), (std::vector<bool>{true, false}));

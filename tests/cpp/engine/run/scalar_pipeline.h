@@ -81,7 +81,7 @@ class ScalarPipeline {
         wiring.inbound.push_back({down[i - 1], up[i - 1]});
       }
       if (!schedule.is_last(i)) {
-        wiring.outbound.push_back({down[i], up[i]});
+        wiring.outbound.push_back({up[i], down[i]});
       }
       executors[schedule.placement[i]]->worker(i).set_wiring(0, std::move(wiring));
     }

@@ -48,7 +48,7 @@ class SplitBackwardTest : public ::testing::Test {
       SplitBackward halves;
       std::vector<HeldGradient> held;
       accumulator.hold(&held);
-      count_operators([&] { halves.run_input_half(roots, seeds); }, input_half_);
+      count_operators([&] { halves.run_input_half({roots, seeds}); }, input_half_);
       accumulator.hold(nullptr);
       for (const bool has : accumulator.has_gradient(0)) {
         EXPECT_FALSE(has) << "a weight got its gradient in the input half";
@@ -233,7 +233,7 @@ TEST_F(SplitBackwardTest, OnlyWhatTheWeightHalfNeedsStaysInMemory) {
     const at::Tensor x = received * tracked(at::randn({7, 4}), saved_by_product);
     const at::Tensor output = at::mm(x, weights_[0].t()) +
                               at::mm(tracked(at::randn({7, 4}), saved_by_linear), weights_[0].t());
-    halves.run_input_half({torch::autograd::impl::gradient_edge(output)}, {output.detach()});
+    halves.run_input_half({{torch::autograd::impl::gradient_edge(output)}, {output.detach()}});
   }
   EXPECT_TRUE(saved_by_product.expired());
   EXPECT_FALSE(saved_by_linear.expired());

@@ -33,20 +33,19 @@ class Receiving : public Receiver {
   const std::int64_t bytes_;
 };
 
-InboundEdge inbound(std::int64_t values, std::int64_t gradients) {
-  return {std::make_shared<Receiving>(values), std::make_shared<Sending>(gradients)};
+EdgeEnd end(std::int64_t received, std::int64_t sent) {
+  return {std::make_shared<Receiving>(received), std::make_shared<Sending>(sent)};
 }
 
 TEST(Wirings, AChannelOfSeveralWiringsCountsOnce) {
   Wirings wirings;
   EXPECT_EQ(wirings.buffer_bytes(), 0);
-  const InboundEdge in = inbound(1, 10);
-  const OutboundEdge out{std::make_shared<Sending>(100), std::make_shared<Receiving>(1'000)};
+  const EdgeEnd in = end(1, 10), out = end(1'000, 100);
   wirings.set(0, {{in}, {out}});
   EXPECT_EQ(wirings.buffer_bytes(), 1'111);
   wirings.set(1, {{in}, {out}});  // the model in evaluation has the same edges
   EXPECT_EQ(wirings.buffer_bytes(), 1'111);
-  wirings.set(2, {{in, inbound(20'000, 30'000)}, {}});
+  wirings.set(2, {{in, end(20'000, 30'000)}, {}});
   EXPECT_EQ(wirings.buffer_bytes(), 51'111);
   wirings.clear();
   EXPECT_EQ(wirings.buffer_bytes(), 0);

@@ -3,6 +3,7 @@
 #include "engine/weights/grid_passes.h"
 
 #include "checked_device/host_grid.h"
+#include "core/check.h"
 #include "engine/by_device_type.h"
 #include "engine/weights/fused_optimizer.h"
 #include "engine/weights/tensor_norms.h"
@@ -195,9 +196,8 @@ TEST(NormsOf, AreTorchsBitForBitOnTheCpu) {
 }
 
 TEST(DevicePassesOf, ADeviceThatHasNone) {
-  EXPECT_EQ(find_device_passes(at::kMeta), nullptr);
-  EXPECT_FALSE(FusedOptimizer::supports(at::kFloat, at::kMeta));
-  EXPECT_TRUE(FusedOptimizer::supports(at::kFloat, at::kCPU));
+  EXPECT_EQ(by_device_type<DevicePasses>().find(at::kMeta), nullptr);
+  EXPECT_THROW(FusedOptimizer(OptimizerKind::kSgd, {}, at::empty({8}, at::kMeta)), ValueError);
 }
 
 }  // namespace
