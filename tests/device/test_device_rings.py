@@ -289,7 +289,7 @@ def fail(rank: int, world: int, how: str) -> float:
                 opt.step()
             pipe.flush()
     seconds = time.monotonic() - start
-    assert seconds < 5, seconds
+    assert seconds < 40, seconds  # and not the 60 of a device at work
     return seconds
 
 

@@ -277,7 +277,7 @@ def one_shard_fails(mesh: DeviceMesh, rank: int) -> None:
     with pytest.raises(pd2.errors.StageError) as caught:
         pipe.train_step(bad, target=bad)
         pipe.flush()
-    assert time.monotonic() - start < 12.0
+    assert time.monotonic() - start < 40.0
     assert rank != 1 or "ArithmeticError: a bad row" in str(caught.value)
 
 
@@ -299,7 +299,7 @@ def make_a_mesh_while_one_hangs(rank: int) -> None:
         with hang if rank == 1 else contextlib.nullcontext():
             assert pipe.mesh
     finally:
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 40.0
 
 
 OUTCOMES: Expected = {

@@ -75,7 +75,7 @@ def wrong_hooks(rank: int, world: int) -> dict[str, Outcome]:
         pipe.register_comm_hook(None, hook)
         begin = time.monotonic()
         outcomes[name] = attempt(lambda p=pipe: train(p, sgd(p.parameters())))  # type: ignore[misc]
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 50  # nobody waited for the timeout
     return outcomes
 
 

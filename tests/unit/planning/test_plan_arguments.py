@@ -76,7 +76,7 @@ def test_the_argument_is_named(given: dict[str, Any], kind: type[Exception], mes
     with pytest.raises(kind, match=message) as error:
         made_plan(**given)
     assert len(str(error.value)) < 600
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b", "interleaved", "zero_bubble", "chimera"])

@@ -27,7 +27,7 @@ def test_a_call_that_never_returns_is_a_timeout_of_the_whole_process() -> None:
     start = time.monotonic()
     with pytest.raises(PeerTimeout, match="adding: no answer") as raised:
         Deadline(0.2, fault).wait("adding", lambda: never.wait(10.0))
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 9.0
     assert raised.value.action == "adding"
     assert fault.raised
 

@@ -309,7 +309,7 @@ def test_a_failing_stage_ends_the_other_pipeline_too(failing_stage: int) -> None
         train()
     place = f"stage {failing_stage % 2} in pipeline {failing_stage // 2}, batch 5, microbatch "
     assert place + str(2 * (failing_stage // 2)) in str(raised.value)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     pipe.close()
 
 
@@ -334,7 +334,7 @@ def test_a_step_that_fails_on_one_copy_ends_the_other_that_waits_for_it() -> Non
     opt.step()
     with pytest.raises(RuntimeError, match="on purpose"):
         pipe.flush()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     pipe.close()
 
 
