@@ -42,7 +42,8 @@ class Emulated:
 
     Args:
         late: of each parameter by its name, how many microbatches of a batch read the old version.
-        feedback: whether ``ErrorFeedback`` corrects the steps.
+        feedback: the coefficient of the ``ErrorFeedback`` that corrects the steps; 0: of none.
+        warmup_batches: so many first ones have no delay.
         merged: whether all microbatches are one forward. Sums then differ in their last bits from
             the pipeline's, which has one microbatch after the other.
     """
@@ -54,14 +55,17 @@ class Emulated:
         late: Mapping[str, int],
         num_microbatches: int,
         *,
-        feedback: bool = False,
+        feedback: float = 0.0,
+        warmup_batches: int = 0,
         merged: bool = True,
     ) -> None:
         self.model, self._old, self._loss_fn = model, copy.deepcopy(model), loss_fn
         self._num_microbatches, self._is_merged = num_microbatches, merged
-        self._late = late
-        self._shares = [late[name] / num_microbatches for name, _ in model.named_parameters()]
-        self._feedback = feedback
+        self._late, self._warmup_batches = late, warmup_batches
+        self._shares = [
+            feedback * late[name] / num_microbatches for name, _ in model.named_parameters()
+        ]
+        self._feedback = feedback > 0
         self._kept: list[torch.Tensor] | None = None
         self._num_steps = 0
         self._news, self._olds = list(model.parameters()), list(self._old.parameters())
@@ -90,10 +94,14 @@ class Emulated:
         assert len(inputs) % m == 0, (len(inputs), m)
         size = len(inputs) // m
         total = torch.zeros(())
+        has_delay = self._num_steps >= self._warmup_batches
         for part in range(1 if self._is_merged else m):
             rows = slice(None) if self._is_merged else slice(part * size, (part + 1) * size)
             first, last = (0, m) if self._is_merged else (part, part + 1)
-            num_late = {n: size * (min(max(s, first), last) - first) for n, s in self._late.items()}
+            num_late = {
+                name: size * (min(max(s, first), last) - first) * has_delay
+                for name, s in self._late.items()
+            }
             output = self._forward(inputs[rows], num_late)
             loss = self._loss_fn(output, target[rows]) / (m if not self._is_merged else 1)
             loss.backward()
@@ -121,7 +129,7 @@ class Emulated:
             old.copy_(new)
         for each in optimizer if isinstance(optimizer, list) else [optimizer]:
             each.step()
-        if self._feedback and self._num_steps > 0:  # the first batch has no delay
+        if self._feedback and self._num_steps > max(0, self._warmup_batches - 1):
             steps = [new - old for new, old in zip(self._news, self._olds, strict=True)]
             if self._kept is not None:
                 changes = zip(self._news, steps, self._kept, self._shares, strict=True)

@@ -1,15 +1,17 @@
 """What late forwards cost in loss, by optimizer, schedule and remedy: a small GPT over bytes.
 
-    python benchmarks/convergence/late_forwards.py {short,long,sample} [--only NAME] [--passes N]
-        [--jobs 1] [--kept PATH] [--json PATH] [--pictures FOLDER] [--smoke]
+    python benchmarks/convergence/late_forwards.py {short,remedies,long,sample} [--only NAME]
+        [--passes N] [--jobs 1] [--kept PATH] [--json PATH] [--pictures FOLDER] [--smoke]
 
 Runs of one optimizer have the same batches and the same first weights, which the seed decides.
 ``short`` has 400 batches at rates of a ladder of factor 2: the best one without a delay, and half
 and twice that. ``long`` has 20 tokens per parameter, at the rate that is best without a delay.
-``sample`` trains some of the runs by the pipeline itself, and by both ways of the emulation.
+``remedies`` tries other coefficients, a warm-up and newer preconditioners where ``short`` falls
+short. ``sample`` trains some of the runs by the pipeline itself, and by both ways of the emulation.
 
 What a run gave is a line of ``--kept``, written when it ends. A study that was cut off goes on
-where it was. On one core ``short`` takes eight hours, ``long`` seven and ``sample`` ten minutes.
+where it was. On one core ``short`` takes six hours, ``long`` five, ``remedies`` one and ``sample``
+ten minutes.
 The first two passes of ``long``, a seed each, take two and a half hours.
 """
 
@@ -74,10 +76,13 @@ def muon(task: Task, named: Named, lr: float) -> list[torch.optim.Optimizer]:
     return [first, *adamw(0.9, task, [(n, p) for n, p in named if n not in inner], lr)]
 
 
-def soap(task: Task, named: Named, lr: float) -> list[torch.optim.Optimizer]:
+def soap(
+    task: Task, named: Named, lr: float, precondition_frequency: int = 10
+) -> list[torch.optim.Optimizer]:
     from pytorch_optimizer import SOAP
 
-    return [SOAP([p for _, p in named], lr=lr)]
+    every = {"precondition_frequency": precondition_frequency}
+    return [SOAP([p for _, p in named], lr=lr, **every)]
 
 
 OPTIMIZERS: dict[str, Make] = {
@@ -86,7 +91,10 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW, beta1 0.95": functools.partial(adamw, 0.95),
     "NAdamW, beta1 0.98": nadamw,
     "SOAP": soap,
+    "SOAP, newest": functools.partial(soap, precondition_frequency=1),
 }
+RATE_OF = {"SOAP, newest": "SOAP"}
+"""Whose best rate without a delay an optimizer has that is another one but for an option."""
 DECISIVE = ("AdamW, beta1 0.9", "Muon")
 
 
@@ -98,6 +106,8 @@ class Method:
     num_stages: int = 1
     num_microbatches: int = 1
     feedback: bool = False
+    coefficient: float = 1.0
+    warmup_batches: int = 0
 
     @property
     def name(self) -> str:
@@ -106,6 +116,8 @@ class Method:
             {"1f1b": "synchronous"}.get(self.schedule, self.schedule)
             + (sizes if self.schedule == "2bw_fresh" else "")
             + (", error feedback" if self.feedback else "")
+            + (f", c = {self.coefficient:g}" if self.coefficient != 1 else "")
+            + (f", after {self.warmup_batches} batches" if self.warmup_batches else "")
         )
 
 
@@ -116,6 +128,23 @@ def methods(per_stage: Sequence[int]) -> list[Method]:
     """The synchronous one, and those with a delay, with so many microbatches for each stage."""
     sizes = [("2bw", 1, 1), *(("2bw_fresh", d, n * d) for n in per_stage for d in (4, 8))]
     return [SYNCHRONOUS, *(Method(*of, feedback) for of in sizes for feedback in (False, True))]
+
+
+def remedies() -> list[Method]:
+    """What the literature offers beside the plain correction, and that one."""
+    plain = [Method("2bw"), Method("2bw_fresh", 4, 4), Method("2bw_fresh", 4, 8)]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"feedback": True},
+        {"feedback": True, "coefficient": 0.5},
+        {"feedback": True, "coefficient": 1.5},
+        {"warmup_batches": 40},
+        {"feedback": True, "warmup_batches": 40},
+    ]
+    return [
+        SYNCHRONOUS,
+        *(dataclasses.replace(each, **with_) for each in plain for with_ in changes),
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +172,7 @@ class Study:
     passes: Sequence[Pass]
 
 
-REST = [name for name in OPTIMIZERS if name not in DECISIVE]
+REST = ("AdamW, beta1 0.95", "NAdamW, beta1 0.98", "SOAP")
 LADDER = tuple(0.0005 * 2**i for i in range(7))
 STUDIES = {
     "short": Study(
@@ -153,9 +182,18 @@ STUDIES = {
         [
             Pass(DECISIVE, methods((4, 2))),
             Pass(REST, methods((4, 2))),
-            Pass(list(OPTIMIZERS), methods((4, 2, 1))),
-            Pass(DECISIVE, methods((4, 2, 1)), (0.5, 2.0)),
-            Pass(REST, methods((4, 2, 1)), (0.5, 2.0)),
+            Pass(DECISIVE + REST, methods((4, 2, 1))),
+            Pass(DECISIVE, methods((4, 2)), (0.5, 2.0)),
+            Pass(REST, methods((4, 2)), (0.5, 2.0)),
+        ],
+    ),
+    "remedies": Study(
+        400,
+        LADDER[1:],
+        (100, 101, 102),
+        [
+            Pass(("SOAP", "NAdamW, beta1 0.98", "AdamW, beta1 0.9"), remedies(), num_seeds=2),
+            Pass(("SOAP, newest",), methods((2,)), num_seeds=2),
         ],
     ),
     "long": Study(
@@ -212,8 +250,12 @@ class Wanted:
 
     @property
     def key(self) -> str:
-        """All that decides the run's losses."""
-        return json.dumps({**dataclasses.asdict(self), "torch": torch.__version__})
+        """All that decides the run's losses. Options of later versions are named if given."""
+        decides = {**dataclasses.asdict(self), "torch": torch.__version__}
+        for name in ("coefficient", "warmup_batches"):
+            if decides["method"][name] == getattr(Method, name):
+                del decides["method"][name]
+        return json.dumps(decides)
 
 
 @dataclasses.dataclass
@@ -311,7 +353,8 @@ def by_emulation(wanted: Wanted, task: Task, model: nn.Module) -> Training:
         task.loss_fn,
         late_forwards(spare, task.loss_fn, example, method.schedule, *sizes),
         method.num_microbatches,
-        feedback=method.feedback,
+        feedback=method.coefficient if method.feedback else 0.0,
+        warmup_batches=method.warmup_batches,
         merged=wanted.way != ONE_BY_ONE,
     )
     make = OPTIMIZERS[wanted.optimizer]
@@ -334,11 +377,12 @@ def by_pipeline(wanted: Wanted, task: Task, model: nn.Module) -> Training:
         num_stages=method.num_stages,
         num_microbatches=method.num_microbatches,
         schedule=method.schedule,
+        warmup_batches=method.warmup_batches,
         example_args=(example_of(wanted, task),),
     ) as pipe:
         make = OPTIMIZERS[wanted.optimizer]
         wrapped = make(task, list(pipe.named_parameters()), wanted.learning_rate)
-        staleness = pd2.ErrorFeedback() if method.feedback else ()
+        staleness = pd2.ErrorFeedback(method.coefficient) if method.feedback else ()
         opt = pd2.PipelineOptimizer(*wrapped, staleness=staleness)
 
         def step(tokens: torch.Tensor, target: torch.Tensor) -> None:
@@ -384,8 +428,9 @@ def run_study(study: Study, sizes: Sizes, only: Sequence[str], passes: int, work
         names = [name for name in each.optimizers if name in only]
         make = workers.run_all if number < passes else workers.kept
         for name in (name for name in names if name not in rates):
+            of = RATE_OF.get(name, name)
             tried = [
-                Wanted(name, SYNCHRONOUS, rate, seed, study.num_batches, sizes)
+                Wanted(of, SYNCHRONOUS, rate, seed, study.num_batches, sizes)
                 for seed in study.seeds_of_grid
                 for rate in study.rates
             ]
@@ -591,7 +636,7 @@ def draw_all(table: Table, options: argparse.Namespace) -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("study", nargs="?", choices=("short", "long", "sample"), default="short")
+    add("study", nargs="?", choices=(*STUDIES, "sample"), default="short")
     add("--only", action="append", choices=OPTIMIZERS, help="of all optimizers, those so named")
     add("--passes", type=int, default=9, help="only the first of the study; 0: tables what is kept")
     add("--jobs", type=int, default=1, help="runs at a time, of one thread each")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def by_pipeline(
-    model: nn.Module, schedule: str, make: Make, *, feedback: bool
+    model: nn.Module, schedule: str, make: Make, *, feedback: float, warmup: int = 0
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     with pd2.PipelineModule(
         model,
@@ -48,9 +49,10 @@ def by_pipeline(
         num_stages=STAGES,
         num_microbatches=MICROBATCHES,
         schedule=schedule,
+        warmup_batches=warmup,
         example_args=batches()[0][:1],
     ) as pipe:
-        staleness = pd2.ErrorFeedback() if feedback else ()
+        staleness = pd2.ErrorFeedback(feedback) if feedback else ()
         opt = pd2.PipelineOptimizer(*make(list(pipe.parameters())), staleness=staleness)
         losses = []
         for tokens, target in batches():
@@ -60,14 +62,26 @@ def by_pipeline(
 
 
 def by_emulation(
-    model: nn.Module, schedule: str, make: Make, *, feedback: bool, merged: bool = False
+    model: nn.Module,
+    schedule: str,
+    make: Make,
+    *,
+    feedback: float,
+    warmup: int = 0,
+    merged: bool = False,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     example = batches()[0][0]
     late = late_forwards(
         copy.deepcopy(model), next_token_loss, example, schedule, STAGES, MICROBATCHES
     )
     emulated = Emulated(
-        model, next_token_loss, late, MICROBATCHES, feedback=feedback, merged=merged
+        model,
+        next_token_loss,
+        late,
+        MICROBATCHES,
+        feedback=feedback,
+        warmup_batches=warmup,
+        merged=merged,
     )
     optimizers = make(list(model.parameters()))
     losses = []
@@ -79,16 +93,22 @@ def by_emulation(
 
 @pytest.mark.parametrize("make", [adamw, muon])
 @pytest.mark.parametrize(
-    ("schedule", "feedback"),
-    [("1f1b", False), ("2bw", False), ("2bw", True), ("2bw_fresh", False), ("2bw_fresh", True)],
+    ("schedule", "feedback", "warmup"),
+    [
+        *(("1f1b", 0.0, 0), ("2bw", 0.0, 0), ("2bw", 1.0, 0), ("2bw_fresh", 0.0, 0)),
+        *(("2bw_fresh", 1.0, 0), ("2bw_fresh", 0.5, 0), ("2bw", 1.5, 2), ("2bw_fresh", 0.0, 3)),
+    ],
 )
-def test_microbatch_by_microbatch_to_the_bit(schedule: str, feedback: bool, make: Make) -> None:
+def test_microbatch_by_microbatch_to_the_bit(
+    schedule: str, feedback: float, warmup: int, make: Make
+) -> None:
+    options: dict[str, Any] = {"feedback": feedback, "warmup": warmup}
     torch.manual_seed(0)
     model = GPT(num_layers=2, width=16, num_heads=2, context=CONTEXT)
     nn.init.normal_(model.position)  # not zeros, of which all versions are alike
-    merged = by_emulation(copy.deepcopy(model), schedule, make, feedback=feedback, merged=True)
-    losses, state = by_emulation(copy.deepcopy(model), schedule, make, feedback=feedback)
-    want_losses, want = by_pipeline(model, schedule, make, feedback=feedback)
+    merged = by_emulation(copy.deepcopy(model), schedule, make, **options, merged=True)
+    losses, state = by_emulation(copy.deepcopy(model), schedule, make, **options)
+    want_losses, want = by_pipeline(model, schedule, make, **options)
     assert losses == want_losses
     for name, value in want.items():
         assert torch.equal(state[name], value), name
