@@ -158,7 +158,11 @@ class LateForwards(Extension):
 
     def saved(self) -> dict[str, Any]:
         late = self._session.schedule.late_forwards
-        return {"late_forwards": list(late) if self._is_fixed else []}
+        return {"late_forwards": list(late) if self._is_fixed else [], "split": self._split()}
+
+    def _split(self) -> list[str | None]:
+        """The layers at which stages begin, the first one left out."""
+        return [program.first_layer_name for program in self._session.modes.first.programs[1:]]
 
     def check_saved(self, saved: Mapping[str, Any]) -> None:
         mine, theirs = list(self._session.schedule.late_forwards), list(saved["late_forwards"])
@@ -182,10 +186,21 @@ class LateForwards(Extension):
         self.check_saved(saved)
         if saved["late_forwards"]:
             self._set(saved["late_forwards"])
+            self._compare_split(saved.get("split"))  # which earlier versions did not write
         elif self._is_measured:  # also what this run has measured since
             self._end_recording()
             self._session.stages.set_late_forwards([])
             self._is_fixed = False
+
+    def _compare_split(self, saved: Sequence[str | None] | None) -> None:
+        mine = self._split()
+        if saved is not None and list(saved) != mine and self._session.grid.rank == 0:
+            warnings.warn(
+                f"late_forwards: the stages after the first begin at {mine}, the checkpoint's at "
+                f"{list(saved)}: other forwards of the layers between are late from here on. "
+                f"split={list(saved)} goes on with the same bits",
+                stacklevel=2,
+            )
 
 
 def measured(records: Iterable[_C.ExecutedAction]) -> dict[int, Measured] | None:

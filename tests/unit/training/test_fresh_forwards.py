@@ -341,13 +341,30 @@ def test_a_change_of_what_is_late_is_said(tmp_path: Path, caplog: pytest.LogCapt
     )
 
 
+def test_another_split_is_said_and_the_saved_one_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    pipe, opt, batch = start(split=["1", "2"])
+    with pipe:
+        train(pipe, opt, batch, 3)
+        pd2.save(tmp_path, pipe, opt).wait()
+        want = train(pipe, opt, batch, 3)
+    pipe, opt, batch = start(split=["1", "3"])
+    text = r"begin at \['1', '3'\], the checkpoint's at \['1', '2'\]: .* split=\['1', '2'\] goes on"
+    with pipe, pytest.warns(UserWarning, match=text):
+        pd2.load(tmp_path, pipe, opt)
+    pipe, opt, batch = start(split=["1", "2"])
+    with pipe:
+        pd2.load(tmp_path, pipe, opt)  # warnings are errors
+        assert train(pipe, opt, batch, 3) == want
+
+
 def test_the_optimizers_state_names_them() -> None:
     pipe, opt, batch = start()
     with pipe:
         opt.init_state()
         train(pipe, opt, batch, 2)
         state = opt.state_dict()
-        assert state["late_forwards"] == {"late_forwards": [3, 2, 1], "kept": {}}
+        (numbers, split, kept) = state["late_forwards"].values()
+        assert (numbers, len(split), kept) == ([3, 2, 1], 2, {})
         opt.load_state_dict(state)
     pipe, opt, batch = start(update_slots=2)
     with pipe, pytest.raises(ValueError, match="late_forwards"):
