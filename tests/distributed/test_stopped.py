@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.runs.stopping import Case, survivors_of
+from tests.runs.timed import at_most_three_times
 from tests.runs.transports import GLOO, SHARED_MEMORY
 
 # Rank 0 has the store to which failures are told. All cases: python -m tests.stop_and_kill
@@ -24,6 +25,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.sent}-{case.moment}-{case.victim}")
+@at_most_three_times
 def test_all_others_end_soon_after_the_timeout_with_an_error_that_says_so(case: Case) -> None:
     for survivor in survivors_of(case):
         assert survivor.is_typed(), survivor

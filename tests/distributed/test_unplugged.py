@@ -8,6 +8,7 @@ import pytest
 
 from tests.runs.network import switch
 from tests.runs.stopping import UNPLUGGED, Case, survivors_of
+from tests.runs.timed import at_most_three_times
 from tests.runs.transports import GLOO
 
 # Rank 0 has the store to which failures are told.
@@ -32,6 +33,7 @@ def _namespaces_can_be_made() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.depth}-{case.victim}")
+@at_most_three_times
 def test_all_ranks_end_soon_after_the_timeout_when_the_packets_of_one_are_dropped(
     case: Case,
 ) -> None:
