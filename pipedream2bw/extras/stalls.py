@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -185,12 +187,7 @@ def data_stalls(
         TypeError: the loader cannot be iterated anew, or gives something else.
         Exception: what the loader raises; on the other ranks a ValueError with its words.
     """
-    check_whole_number("batches", batches)
-    if isinstance(loader, Iterator) or not hasattr(type(loader), "__iter__"):
-        raise TypeError(
-            f"loader: {type(loader).__name__} given, it must be iterable more than once: a "
-            "DataLoader or a list, no iterator"
-        )
+    pipe.session.together(lambda: _check(loader, batches))
     pipe.session.accumulation.check_between_batches("data_stalls()")
     with sources_kept():
         try:
@@ -201,6 +198,15 @@ def data_stalls(
                 pipe.discard_batch()
 
 
+def _check(loader: object, batches: int) -> None:
+    check_whole_number("batches", batches)
+    if isinstance(loader, Iterator) or not hasattr(type(loader), "__iter__"):
+        raise TypeError(
+            f"loader: {type(loader).__name__} given, it must be iterable more than once: a "
+            "DataLoader or a list, no iterator"
+        )
+
+
 def _measure(
     loader: Iterable[Any],
     pipe: PipelineModule,
@@ -208,6 +214,12 @@ def _measure(
     as_call: Callable[[Any], Microbatch],
 ) -> DataStalls:
     together = pipe.session.together  # what fails on one rank is raised on all
+    mine = getattr(loader, "num_workers", 0) or 1, getattr(loader, "prefetch_factor", 0) or 0
+    workers, prefetched = zip(*pipe.session.control.told_by_all(mine), strict=True)
+    # Ranks of a replica must take the same batches, whatever workers each of them has.
+    opened = functools.partial(
+        _repeatable, loader, math.lcm(*workers), max(map(operator.mul, workers, prefetched))
+    )
 
     def trained(stream: _Stream) -> tuple[list[float], list[dict[int, float]]]:
         runs = []
@@ -218,14 +230,14 @@ def _measure(
         return list(seconds), list(waiting)
 
     times: dict[str, list[float]] = {}
-    with _repeatable(loader) as stream:  # workers that persist draw more when they are started
+    with opened() as stream:  # workers that persist draw more when they are started
         first = together(stream.take)
     _run(_Stream([first]), pipe, _WARMUP, as_call)
-    with _repeatable(loader) as stream:  # begins with what that one has loaded, and drops it
+    with opened() as stream:  # begins with what that one has loaded, and drops it
         times["as_is"], waiting = trained(stream)
         times["loading"], _ = together(lambda: _alone(stream, batches))
         rereads = stream.iterations > 1
-    with _repeatable(loader) as stream:
+    with opened() as stream:
         times["cached"], _ = trained(stream)
         times["preparing"], kept = together(lambda: _alone(stream, batches))
     times["synthetic"], _ = trained(_Stream(kept))
@@ -294,10 +306,9 @@ def _refused(text: str) -> Microbatch:
 class _Stream:
     """A loader's items without an end, and when they were waited for."""
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.workers = getattr(loader, "num_workers", 0) or 1
+    def __init__(self, loader: Iterable[Any], workers: int = 1, ahead: int = 0) -> None:
+        self.workers, self._ahead = workers, ahead
         self.iterations = 0
-        self._ahead = self.workers * (getattr(loader, "prefetch_factor", None) or 0)
         self._items = self._endless(loader)
         self._spans: list[tuple[float, float, bool]] = []
 
@@ -341,12 +352,12 @@ class _Stream:
 
 
 @contextlib.contextmanager
-def _repeatable(loader: Iterable[Any]) -> Iterator[_Stream]:
+def _repeatable(loader: Iterable[Any], workers: int = 1, ahead: int = 0) -> Iterator[_Stream]:
     """A stream of a loader, which another one repeats: its random numbers come back."""
     own = getattr(loader, "generator", None)
     state = own.get_state() if isinstance(own, torch.Generator) else None
     try:
-        with sources_kept(), contextlib.closing(_Stream(loader)) as stream:
+        with sources_kept(), contextlib.closing(_Stream(loader, workers, ahead)) as stream:
             yield stream
     finally:
         if own is not None and state is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import pipedream2bw as pd2
 from tests.runs.launch import run_ranks
@@ -50,6 +51,10 @@ def measured(rank: int, world_size: int) -> tuple[pd2.DataStalls, float]:
                 failures.append(str(error))
         assert len(failures) == 3, failures
         assert all("no such file" in text for text in failures), failures
+        with pytest.raises(TypeError, match="loader: list_iterator given"):  # on both at once
+            pd2.data_stalls(iter([(x, x)]) if rank == 1 else [(x, x)], pipe, batches=1)
+        rows = TensorDataset(torch.randn(48, WIDTH), torch.randn(48, WIDTH))
+        pd2.data_stalls(DataLoader(rows, batch_size=8, num_workers=rank), pipe, batches=2)
         loss = pipe.train_step(x, target=x)
         return stalls, float(loss)
 
