@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import StageError
 from ..ranks.operations import Announcement
-from ..rules import Exclusion
+from ..rules import Exclusion, instance
 from .stage_weights import StageWeights
 
 OPTIMIZER, HOOKS, CHECKPOINTER = "optimizer", "hooks", "checkpointer"
@@ -225,11 +225,7 @@ def check_extensions(extensions: Mapping[str, Extension]) -> None:
     """
     places: dict[int | str, str] = {}  # of an extension, and of its name
     for place, extension in extensions.items():
-        if not isinstance(extension, Extension):
-            raise TypeError(
-                f"{place}: {type(extension).__name__} given, it must be of a subclass of "
-                "pipedream2bw.Extension"
-            )
+        instance("of a subclass of pipedream2bw.Extension", Extension).check(place, extension)
         name = extension.name
         if name and (not name.isidentifier() or name in RESERVED):
             raise ValueError(
@@ -254,8 +250,7 @@ def saved_by(extension: Extension) -> dict[str, Any] | None:
     what = f"{type(extension).__name__}.saved()"
     if saved is None:
         return None
-    if not isinstance(saved, dict):
-        raise TypeError(f"{what}: {type(saved).__name__}, it must be a dictionary or None")
+    instance("a dictionary or None", dict).check(what, saved)
     if "kept" in saved:
         raise ValueError(f'{what}: it has the key "kept", which is for what kept() gives')
     return saved
