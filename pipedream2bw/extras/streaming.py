@@ -67,7 +67,7 @@ class StreamedWeights(Extension):
         self.most_bytes = sum(sorted(sizes)[-1 - ahead :])
 
     def bytes_of(self, stage: int) -> HeldBytes:
-        return HeldBytes(on_device=self.most_bytes)
+        return HeldBytes(frozen_weights=self.most_bytes)
 
 
 class StreamedLinear(nn.Module):

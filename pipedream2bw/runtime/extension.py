@@ -57,10 +57,11 @@ class TakenBack(NamedTuple):
 
 
 class HeldBytes(NamedTuple):
-    """Bytes that an extension holds of one stage."""
+    """Bytes that an extension holds of one stage; frozen weights are not among the others."""
 
     on_device: int = 0
     on_host: int = 0
+    frozen_weights: int = 0
 
 
 class Extension:
@@ -211,7 +212,7 @@ class Extensions:
     def bytes_of(self, stage: int) -> HeldBytes:
         """Bytes that all of them hold of a stage."""
         held = [each.bytes_of(stage) for each in self]
-        return HeldBytes(sum(each.on_device for each in held), sum(each.on_host for each in held))
+        return HeldBytes(*map(sum, zip(*held, strict=True)))
 
 
 def check_extensions(extensions: Mapping[str, Extension]) -> None:
@@ -246,7 +247,7 @@ def check_extensions(extensions: Mapping[str, Extension]) -> None:
 
 def saved_by(extension: Extension) -> dict[str, Any] | None:
     """What an extension saves; TypeError or ValueError if that is no dictionary that can be."""
-    saved: object = extension.saved()
+    saved = extension.saved()
     what = f"{type(extension).__name__}.saved()"
     if saved is None:
         return None

@@ -36,7 +36,7 @@ def model_of(*, bias: bool = True) -> nn.Sequential:
 def train(
     model: nn.Module, extensions: Any = (), **options: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, what is left of the state, and the bytes of the optimizer and its extensions."""
+    """Losses, what is left of the state, and the bytes of frozen weights."""
     given = {"num_stages": 2, "schedule": "2bw", "split": ["2"], **options}
     with pd2.PipelineModule(
         model, nn.functional.mse_loss, num_microbatches=M, example_args=(X,), **given
@@ -53,7 +53,7 @@ def train(
         pipe.train()
         report = pipe.memory_report()
         state = {name: value.clone() for name, value in pipe.state_dict().items()}
-        held = sum(stage.optimizer_state for stage in report.values())
+        held = sum(stage.frozen_weights for stage in report.values())
         return [float(loss) for loss in losses], state, held
 
 
