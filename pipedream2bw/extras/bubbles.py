@@ -116,10 +116,13 @@ class BubbleWork(Generic[_Result]):
     def end(self, former: _Result) -> _Result:
         """Waits for the work and returns what it gives; ``former``, with a warning, if it fails.
 
-        Work that no bubble has had room for is done here.
+        Work that no bubble has had room for is done here, once.
         """
         try:
-            return self._call() if self._future.cancel() else self._future.result()
+            if self._future.cancel():
+                self._future = Future()
+                self._future.set_result(self._call())
+            return self._future.result()
         except Exception as error:
             log.warning("in bubbles: %s failed", self.name, exc_info=error)
             warnings.warn(

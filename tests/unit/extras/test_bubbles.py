@@ -163,6 +163,9 @@ def test_work_makes_way_in_a_thread_of_its_own() -> None:
         assert thread != threading.get_native_id()
         assert priority == 19
         assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
+        calls: list[int] = []
+        counted = bubbles.begin("counted", lambda: calls.append(1) or len(calls))
+        assert (counted.end(former=0), counted.end(former=0)) == (1, 1)
         with pytest.raises(TypeError, match="in bubbles: a number: int given, it must be callable"):
             bubbles.begin("a number", 1)  # type: ignore[arg-type]
 
