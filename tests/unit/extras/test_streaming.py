@@ -34,14 +34,17 @@ def model_of(*, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
 
 
+def in_float(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return mse_loss(output.float(), target)
+
+
 def train(
     model: nn.Module, extensions: Any = (), **options: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """Losses, what is left of the state, and the bytes of frozen weights."""
     given = {"num_stages": 2, "schedule": "2bw", "split": ["2"], **options}
-    with pd2.PipelineModule(
-        model, nn.functional.mse_loss, num_microbatches=M, example_args=(X,), **given
-    ) as pipe:
+    loss_fn = given.pop("loss_fn", mse_loss)
+    with pd2.PipelineModule(model, loss_fn, num_microbatches=M, example_args=(X,), **given) as pipe:
         opt = pd2.PipelineOptimizer(
             torch.optim.AdamW(pipe.parameters(), lr=1e-2), extensions=extensions
         )
@@ -145,10 +148,14 @@ def test_what_cannot_be_streamed(tmp_path: Path) -> None:
         pd2.stream_weights(model_of(), tmp_path, ahead=0)
     with pytest.raises(TypeError, match="least_bytes: '1MiB' given, it must be an int"):
         pd2.stream_weights(model_of(), tmp_path, least_bytes="1MiB")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model: 'gpt' given, it must be a torch\.nn\.Module"):
+        pd2.stream_weights("gpt", tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"stream_weights: 0\.0 is on meta, it must have values"):
+        pd2.stream_weights(model_of().to("meta"), tmp_path, least_bytes=0)
     model = model_of()
     pd2.stream_weights(model, tmp_path, least_bytes=0)
     with pytest.raises(
-        ValueError, match=r"0.0-\w+.bin: torch.float32, the layer's input: .*float64"
+        ValueError, match=r"0.0-\w+.bin: torch.float32, the layer's input: .*with precision="
     ):
         model(X.double())
     (path,) = tmp_path.glob("0.0-*.bin")
@@ -309,3 +316,14 @@ def test_layers_whose_weight_is_read_compute_the_same_and_hold_nothing(
     assert streamed[0] == plain[0]
     gc.collect()
     assert len(alive) <= 2  # what this thread has fetched ahead
+
+
+def test_in_bf16_the_frozen_layers_are_converted_before(tmp_path: Path) -> None:
+    plain, streamed = (model_of() for _ in range(2))
+    for model in (plain, streamed):
+        for layer in model[:-1]:
+            layer[0].bfloat16()
+            layer[2].bfloat16()
+    pd2.stream_weights(streamed, tmp_path, least_bytes=0)
+    losses = [train(model, precision="bf16", loss_fn=in_float)[0] for model in (plain, streamed)]
+    assert losses[0] == losses[1]
