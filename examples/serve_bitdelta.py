@@ -198,7 +198,8 @@ def main() -> None:
         served = {name: loss_of(pipe, tokens, asks) for name, asks in asking.items()}
         if pipe.rank == 0:
             draw_losses(losses + tuned, options.out / "loss.png")
-            print(f"loss: {losses[0]:.3f} -> {sum(losses[-20:]) / 20:.3f}")
+            recent = losses[-20:]
+            print(f"loss: {losses[0]:.3f} -> {sum(recent) / len(recent):.3f}")
             print("held-out loss on the text of the fine-tuning:")
             for name, loss in alone.items():
                 print(f"  {name}: {loss:.4f}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import statistics
 import tempfile
 from pathlib import Path
 
@@ -109,9 +110,10 @@ def main() -> None:
         end = loss_of(pipe, tokens, target)
         if pipe.rank == 0:
             draw_losses(shared + apart, options.out / "loss.png")
-            print(f"shared blocks: loss: {shared[0]:.3f} -> {sum(shared[-20:]) / 20:.3f}")
+            mean = statistics.mean
+            print(f"shared blocks: loss: {shared[0]:.3f} -> {mean(shared[-20:]):.3f}")
             print(f"delinked: held-out loss: {before:.5f} -> {after:.5f}")
-            print(f"blocks apart: loss: {apart[0]:.3f} -> {sum(apart[-20:]) / 20:.3f}")
+            print(f"blocks apart: loss: {apart[0]:.3f} -> {mean(apart[-20:]):.3f}")
             print(f"held-out loss: {after:.3f} -> {end:.3f}", flush=True)
 
 

@@ -136,9 +136,16 @@ def main() -> None:
     if options.experts % options.shards != 0:
         parser.error(f"--experts: {options.experts}, --shards: {options.shards} must divide it")
 
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.shards > 1 and processes != options.stages * options.shards:
+        parser.error(
+            f"--stages: {options.stages}, --shards: {options.shards}, processes: {processes}: each "
+            "shard of a stage needs one: torchrun --nproc-per-node, the product of both"
+        )
+
     torch.manual_seed(0)
     mesh, tp = None, None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if processes > 1:
         sizes = (1, options.stages, options.shards)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp", "tp"))
         tp = mesh["tp"] if options.shards > 1 else None

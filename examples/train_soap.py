@@ -175,7 +175,8 @@ def main() -> None:
         events = timeline.gather()
         if pipe.rank == 0:
             draw_losses(losses, options.out / "loss.png")
-            print(f"loss: {losses[0]:.3f} -> {sum(losses[-20:]) / 20:.5f}")
+            recent = losses[-20:]
+            print(f"loss: {losses[0]:.3f} -> {sum(recent) / len(recent):.5f}")
             print(f"{1000 * seconds / options.steps:.1f} ms a batch")
             batch = events[0].batch + 1
             mine = [slot for slot in pd2.idle_slots(events, batch) if slot.rank == 0]

@@ -405,15 +405,24 @@ class _Prepared:
             return {self._expanded.get(name, name) for name in names}
 
         mine, theirs = saved_names(local_model.trainable_names()), set(manifest.trainable)
-        is_alone = self._opt is None
-        known_here = saved_names(local_model.persistent_names()) if is_alone else mine
-        known_there = set(self._source.places(MODEL)) if is_alone else theirs
+        here, places = saved_names(local_model.persistent_names()), self._source.places(MODEL)
+        known_here, known_there = (mine, theirs) if self._opt is not None else (here, set(places))
         only_mine, only_theirs = sorted(mine - known_there), sorted(theirs - known_here)
         if only_mine or only_theirs:
             raise ValueError(
                 f"trained parameters: {len(mine)}, the checkpoint has {len(theirs)}: they must be "
                 f"the same; only here: {only_mine[:3]}, only there: {only_theirs[:3]}"
             )
+        for name, value in local_model.beside_state(places.keys() - here):
+            saved = self._source.read({name: places[name]})[name]
+            if value is None or value.dtype != saved.dtype or not torch.equal(value.cpu(), saved):
+                found = (
+                    "the model does not have it" if value is None else "the model's values differ"
+                )
+                raise ValueError(
+                    f"{name}: {found}, the checkpoint {self._source.name} has it: they must be "
+                    "equal. Make the model with the checkpoint's frozen weights"
+                )
 
     def _oldest(self, stage: LocalStage) -> int:
         """The oldest version of a stage that is read again.
@@ -497,7 +506,9 @@ class _Prepared:
             places = source.places(RANK, ranks)
             named = {n: self._expanded.get(n, n) for n in buffers}
             saved_as = {n: own + s if own + s in places else first + s for n, s in named.items()}
-            return self._read(places, saved_as, buffers, fits)
+            # One without elements has no value to go on with.
+            wanted = {n: s for n, s in saved_as.items() if s in places or buffers[n].numel() > 0}
+            return self._read(places, wanted, buffers, fits)
 
         num_shards = source.manifest.num_shards
         if num_shards == grid.num_shards:

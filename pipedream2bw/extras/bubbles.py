@@ -16,6 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..checks import check_number
+from ..pipeline.module import PipelineModule
+from ..rules import FUNCTION, instance
 from ..schedules.events import Event, row_of
 
 log = logging.getLogger("pipedream2bw")
@@ -90,8 +92,11 @@ def place_work(slots: Sequence[IdleSlot], seconds: Sequence[float]) -> list[Idle
         The slot of each piece; None if no slot has room.
 
     Raises:
-        ValueError, TypeError: a time is none.
+        ValueError, TypeError: a time is none; the slots are of several ranks.
     """
+    instance("a list of numbers", Sequence).check("place_work: seconds", seconds)
+    if len(ranks := {(slot.replica, slot.rank) for slot in slots}) > 1:
+        raise ValueError(f"place_work: slots: of {sorted(ranks)}, they must be of one rank")
     room = [slot.end - slot.start for slot in slots]
     placed: list[IdleSlot | None] = []
     first = 0
@@ -116,10 +121,13 @@ class BubbleWork(Generic[_Result]):
     def end(self, former: _Result) -> _Result:
         """Waits for the work and returns what it gives; ``former``, with a warning, if it fails.
 
-        Work that no bubble has had room for is done here.
+        Work that no bubble has had room for is done here, once.
         """
         try:
-            return self._call() if self._future.cancel() else self._future.result()
+            if self._future.cancel():
+                self._future = Future()
+                self._future.set_result(self._call())
+            return self._future.result()
         except Exception as error:
             log.warning("in bubbles: %s failed", self.name, exc_info=error)
             warnings.warn(
@@ -149,12 +157,10 @@ class InBubbles:
         pipe: an open pipeline; work that waits when the pipeline is gone is not begun.
     """
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: PipelineModule) -> None:
+        instance("a PipelineModule", PipelineModule).check("InBubbles: pipe", pipe)
         self._pool = ThreadPoolExecutor(1, "pd2 in bubbles", initializer=_make_way)
         weakref.finalize(pipe, self._pool.shutdown, wait=False, cancel_futures=True)
-
-    def __copy__(self) -> InBubbles:
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InBubbles:
         return self  # stages' copies of an optimizer share it
@@ -165,8 +171,7 @@ class InBubbles:
         Args:
             name: says what it is where it fails.
         """
-        if not callable(call):
-            raise TypeError(f"in bubbles: {name}: {type(call).__name__} given, it must be callable")
+        FUNCTION.check(f"in bubbles: {name}", call)
         return BubbleWork(name, call, self._pool.submit(call))
 
 

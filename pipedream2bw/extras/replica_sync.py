@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ..checks import check_whole_number
 from ..ranks.operations import Announcement, Operation
-from ..rules import exclusions
+from ..rules import exclusions, instance
 from ..runtime.extension import Extension, HeldBytes, Kept, Update
 from ..runtime.session import Session
 from ..runtime.stage_values import held_tensors
@@ -120,16 +120,9 @@ replica_sync: given, schedule: of two pipelines |
         check_whole_number(f"{what}: every", self.every)
         check_whole_number(f"{what}: num_sites", self._num_sites, at_least=2)
         check_whole_number(f"{what}: site", self._site, at_least=0, at_most=self._num_sites - 1)
-        if not isinstance(self._store, Store):
-            raise TypeError(
-                f"{what}: store: {type(self._store).__name__} given, it must be a "
-                "torch.distributed.Store"
-            )
-        made = self._outer([torch.zeros(1)])
-        if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(
-                f"{what}: outer made {type(made).__name__}, it must make a torch.optim.Optimizer"
-            )
+        instance("a torch.distributed.Store", Store).check(f"{what}: store", self._store)
+        optimizer = instance("a torch.optim.Optimizer", torch.optim.Optimizer)
+        optimizer.check(f"{what}: what outer makes", self._outer([torch.zeros(1)]))
         if self._session() is not None:
             raise ValueError(f"{what}: given to 2 PipelineOptimizers, it belongs to 1")
 
@@ -273,9 +266,8 @@ replica_sync: given, schedule: of two pipelines |
 
     def known_everywhere(self, steps: Sequence[int]) -> list[int]:
         """Gives those of some steps that all sites know. Rank 0 of every site calls it."""
-        mine = list(steps)
-        others = self._first_link.gather(mine)
-        return [step for step in mine if all(step in of_site for of_site in others)]
+        others = self._first_link.gather(list(steps))
+        return [step for step in steps if all(step in of_site for of_site in others)]
 
     # ------------------------------------------------------------------ what users do
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from ..checks import check_number, check_whole_number
+from ..rules import instance
 
 Costs = dict[int, tuple[float, int]]
 """By interval: what it cost when it was last measured, and how many measurements ago."""
@@ -51,6 +52,7 @@ class SkewScout:
     memory: int = 10
 
     def __post_init__(self) -> None:
+        instance("a list of ints", Sequence).check("SkewScout: intervals", self.intervals)
         for interval in self.intervals:
             check_whole_number("SkewScout: intervals", interval)
         if not self.intervals or list(self.intervals) != sorted(set(self.intervals)):

@@ -78,9 +78,8 @@ class StageSync:
         """Makes them the mean over the sites."""
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self.link.average(flat)
-        for gradient, mean in zip(
-            gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True
-        ):
+        means = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
 
     def nbytes(self) -> int:

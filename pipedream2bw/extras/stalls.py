@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from ..checkpoint.sampler import ResumableSampler
-from ..checks import check_whole_number
+from ..checks import check_number, check_whole_number
 from ..model.sources import sources_kept
 from ..pipeline.module import PipelineModule
+from ..rules import instance
 from ..runtime.microbatch import Microbatch
 from ..schedules.events import Event
 
@@ -82,8 +83,7 @@ class DataStalls:
             factor: so many times as many workers load, each as fast as now.
             cached: the share of the rows that a cache in memory holds.
         """
-        if not 0 < factor < math.inf:
-            raise ValueError(f"factor: {factor}, it must be positive and finite")
+        check_number("factor", factor, below=math.inf)
         if not 0 <= cached <= 1:
             raise ValueError(f"cached: {cached}, it must be a share, from 0 to 1")
         fetching = max(0.0, self.loading - self.preparing)
@@ -109,10 +109,8 @@ class DataStalls:
         for name, words in _WORDS.items():
             least, most = map(ms, self.spread[name])
             lines += [f"  {words:36}{ms(getattr(self, name)):>9}  ({least} to {most})"]
-        if self.rereads:
-            lines += [
-                "the loader has too few batches: rows as they are had partly been read before"
-            ]
+        too_few = "the loader has too few batches: rows as they are had partly been read before"
+        lines += [too_few] if self.rereads else []
         lines += [f"idle while this process waits for the loader: {waits}"] if waits else []
         lines += [
             f"a cache of all rows would give {ms(self.with_workers(1, 1))} a batch, "
@@ -262,9 +260,7 @@ def _run(
         for number in range(1 + batches):
             try:
                 call: Any = as_call(stream.take())
-                if not isinstance(call, Microbatch):
-                    given = type(call).__name__
-                    raise TypeError(f"as_call: gives {given}, it must give a pd2.Microbatch")
+                instance("a pd2.Microbatch", Microbatch).check("what as_call gives", call)
             except Exception as error:
                 text = f"data_stalls(): {type(error).__name__}: {error}"
                 with contextlib.suppress(ValueError):  # so that the other ranks do not wait

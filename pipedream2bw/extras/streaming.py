@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from ..checks import check_whole_number
 from ..model.hooks import has_hooks
+from ..rules import instance
 from ..runtime.extension import Extension, HeldBytes
 
 _Use = tuple[str, bool]
@@ -67,16 +68,32 @@ class StreamedWeights(Extension):
         self.most_bytes = sum(sorted(sizes)[-1 - ahead :])
 
     def bytes_of(self, stage: int) -> HeldBytes:
-        return HeldBytes(on_device=self.most_bytes)
+        return HeldBytes(frozen_weights=self.most_bytes)
 
 
 class StreamedLinear(nn.Module):
-    """A frozen ``nn.Linear`` without weights in memory."""
+    """A frozen ``nn.Linear`` without weights in memory; ``weight`` and ``bias`` are new copies."""
 
     def __init__(self, layer: nn.Linear, kept: _Layer) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.kept = kept
+        # Whoever loads a state compares shapes: so the digest is one. It takes no memory.
+        digest = torch.empty(0, int(kept.path.stem[-16:], 16) >> 1, dtype=torch.bool)
+        self.register_buffer("digest_of_weights", digest)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._read()[0]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return next(iter(self._read()[1:]), None)
+
+    def _read(self) -> list[torch.Tensor]:
+        return [
+            tensor.to(self.get_buffer("digest_of_weights").device) for tensor in self.kept.read()
+        ]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         file = str(self.kept.path)
@@ -93,8 +110,8 @@ def stream_weights(
     So a stage may be larger than its device: at a time it holds the layer in use and those that
     are fetched ahead, in another thread. Which layers come next is what came next last time. A
     forward and a backward fetch a layer once each. Results have the bits of ``nn.Linear``. Call it
-    before the pipeline is made. ``state_dict()`` and checkpoints do not have these weights. The
-    idea of units that are resident in turn is Superpipeline's (arXiv 2410.08791).
+    before the pipeline is made. ``state_dict()`` and checkpoints have a digest of these weights,
+    as a shape. The idea of units that are resident in turn is Superpipeline's (arXiv 2410.08791).
 
     >>> model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
     >>> import tempfile
@@ -113,9 +130,10 @@ def stream_weights(
         least_bytes: smaller layers stay in memory.
 
     Raises:
-        ValueError: ``ahead`` or ``least_bytes`` is no whole number in its range; no layer is frozen
-            and large enough.
+        ValueError, TypeError: ``ahead`` or ``least_bytes`` is no whole number in its range; no
+            layer is frozen and large enough, or one is on meta; ``model`` is no module.
     """
+    instance("a torch.nn.Module", nn.Module).check("model", model)
     check_whole_number("ahead", ahead)
     check_whole_number("least_bytes", least_bytes, at_least=0)
     at = Path(folder)
@@ -125,10 +143,8 @@ def stream_weights(
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         tensors = list(layer.parameters(recurse=False))
         size = sum(tensor.nbytes for tensor in tensors)
-        is_frozen = not any(tensor.requires_grad for tensor in tensors)
-        if type(layer) is nn.Linear and is_frozen and name and size >= least_bytes:
-            if has_hooks(layer):
-                continue
+        stays = has_hooks(layer) or any(tensor.requires_grad for tensor in tensors)
+        if type(layer) is nn.Linear and name and size >= least_bytes and not stays:
             if id(layer) not in made:
                 made[id(layer)] = StreamedLinear(layer, _written(at, name, tensors, ahead))
                 sizes.append(size)
@@ -142,6 +158,8 @@ def stream_weights(
 
 
 def _written(folder: Path, name: str, tensors: list[nn.Parameter], ahead: int) -> _Layer:
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError(f"stream_weights: {name} is on meta, it must have values: load them first")
     hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
     parts = [(ctypes.c_char * host.nbytes).from_address(host.data_ptr()) for host in hosts]
     digest = hashlib.blake2b(digest_size=8)
@@ -165,23 +183,20 @@ class _Fetcher(threading.local):
         self._last: _Use | None = None
         self._coming: dict[str, _Coming] = {}
 
-    def _submit(self, file: str, device: torch.device) -> _Coming:
-        return self._reader.submit(_fetch, file, device)
-
     def take(self, use: _Use, like: torch.Tensor) -> list[torch.Tensor]:
         """Weight and bias, for this thread's stream."""
         file, device = use[0], like.device
         if like.dtype != _layers[file].dtype:
             raise ValueError(
                 f"{file}: {_layers[file].dtype}, the layer's input: {like.dtype}: they must be "
-                "equal. Convert the model before stream_weights(), and leave out autocast="
+                f"equal. Call .to({like.dtype}) on the frozen layers before stream_weights(), with "
+                "precision=, too; and leave out autocast="
             )
         if self._last is not None:
             self._next[self._last] = use
         self._last = use
-        if file not in self._coming:
-            self._coming[file] = self._submit(file, device)
-        tensors = self._coming.pop(file).result()()
+        coming = self._coming.pop(file, None) or self._reader.submit(_fetch, file, device)
+        tensors = coming.result()()
         wanted: list[str] = []
         for _ in range(_layers[file].ahead):
             if (following := self._next.get(use)) is None:
@@ -192,7 +207,7 @@ class _Fetcher(threading.local):
             self._coming.pop(each).cancel()  # and gone before others are fetched
         for each in dict.fromkeys(wanted):
             if each not in self._coming:
-                self._coming[each] = self._submit(each, device)
+                self._coming[each] = self._reader.submit(_fetch, each, device)
         return tensors
 
 

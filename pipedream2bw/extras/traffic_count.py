@@ -176,7 +176,9 @@ class _Count:
         options = self._session.stages.options
         self._activations.clear()
         counter = TrafficCounter(self._kind, self._note)
-        inputs = [self._taken(program, name) for name in program.inputs]
+        inputs = [self._values[name] for name in program.inputs]
+        if program.index > 0:  # they were sent: leaves
+            inputs = [as_received(value) for value in inputs]
         for tensor in tensors_in((inputs, self._target)):
             self._note(tensor)
         self._is_forward = True
@@ -225,18 +227,9 @@ class _Count:
         for parameter, gradient in zip(trained, found[len(starts) :], strict=True):
             if gradient is not None:  # added to the sum of the batch's
                 moved.bytes_of["gradients"] += gradient.numel() * (
-                    gradient.element_size() + 2 * self._sum_bytes(parameter)
+                    gradient.element_size() + 2 * gradient_bytes(self._session, parameter.dtype)
                 )
         return moved
-
-    def _sum_bytes(self, parameter: torch.Tensor) -> int:
-        return gradient_bytes(self._session, parameter.dtype)
-
-    def _taken(self, program: StageProgram, name: str) -> Any:
-        """A value as the stage finds it: a leaf, if it was sent."""
-        if program.index == 0:
-            return self._values[name]
-        return as_received(self._values[name])
 
     def _kind(self, tensor: torch.Tensor) -> str:
         storage = storage_of(tensor)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import check_whole_number
+from ..rules import instance
 from .deadline import Deadline
 
 Places = Sequence[Sequence[Sequence[int]]]
@@ -22,7 +24,7 @@ Mesh = DeviceMesh | Mapping[str, int]
 REPLICAS, STAGES, SHARDS = "dp", "pp", "tp"
 
 
-def check_mesh(mesh: object, width: int) -> int:
+def check_mesh(mesh: Any, width: int) -> int:
     """The width that goes with ``mesh``, ``width`` if that is None.
 
     Raises:
@@ -30,11 +32,8 @@ def check_mesh(mesh: object, width: int) -> int:
     """
     if mesh is None:
         return width
-    if not isinstance(mesh, (DeviceMesh, Mapping)):
-        raise TypeError(
-            f"mesh: {type(mesh).__name__} given, it must be a DeviceMesh, or a dict of sizes by "
-            "names"
-        )
+    kinds = instance("a DeviceMesh, or a dict of sizes by names", DeviceMesh, Mapping)
+    kinds.check("mesh", mesh)
     names = _names(mesh)
     if STAGES not in names or not set(names) <= {REPLICAS, STAGES, SHARDS}:
         raise ValueError(

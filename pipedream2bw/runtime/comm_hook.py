@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 from .. import _C
 from ..errors import WrongHookError, WrongHookTypeError
 from ..ranks.operations import Announcement, Operation
-from ..rules import exclusions, refuse, shown
+from ..rules import FUNCTION, exclusions, refuse, shown
 from .extension import HOOKS, OPTIMIZER, Extension
 from .runner import while_alive
 from .session import Session
@@ -128,10 +128,9 @@ def check_hooks(session: Session, *, is_new: bool = False) -> None:
         )
 
 
-def _check(session: Session, hook: object) -> None:
+def _check(session: Session, hook: Any) -> None:
     what = "register_comm_hook"
-    if not callable(hook):
-        raise TypeError(f"{what}: hook: {type(hook).__name__} given, it must be a function")
+    FUNCTION.check(f"{what}: hook", hook)
     try:
         inspect.signature(hook).bind(None, None)
     except TypeError as error:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import StageError
 from ..ranks.operations import Announcement
-from ..rules import Exclusion
+from ..rules import Exclusion, instance
 from .stage_weights import StageWeights
 
 OPTIMIZER, HOOKS, CHECKPOINTER = "optimizer", "hooks", "checkpointer"
@@ -57,10 +57,11 @@ class TakenBack(NamedTuple):
 
 
 class HeldBytes(NamedTuple):
-    """Bytes that an extension holds of one stage."""
+    """Bytes that an extension holds of one stage; frozen weights are not among the others."""
 
     on_device: int = 0
     on_host: int = 0
+    frozen_weights: int = 0
 
 
 class Extension:
@@ -211,7 +212,7 @@ class Extensions:
     def bytes_of(self, stage: int) -> HeldBytes:
         """Bytes that all of them hold of a stage."""
         held = [each.bytes_of(stage) for each in self]
-        return HeldBytes(sum(each.on_device for each in held), sum(each.on_host for each in held))
+        return HeldBytes(*map(sum, zip(*held, strict=True)))
 
 
 def check_extensions(extensions: Mapping[str, Extension]) -> None:
@@ -225,11 +226,7 @@ def check_extensions(extensions: Mapping[str, Extension]) -> None:
     """
     places: dict[int | str, str] = {}  # of an extension, and of its name
     for place, extension in extensions.items():
-        if not isinstance(extension, Extension):
-            raise TypeError(
-                f"{place}: {type(extension).__name__} given, it must be of a subclass of "
-                "pipedream2bw.Extension"
-            )
+        instance("of a subclass of pipedream2bw.Extension", Extension).check(place, extension)
         name = extension.name
         if name and (not name.isidentifier() or name in RESERVED):
             raise ValueError(
@@ -250,12 +247,11 @@ def check_extensions(extensions: Mapping[str, Extension]) -> None:
 
 def saved_by(extension: Extension) -> dict[str, Any] | None:
     """What an extension saves; TypeError or ValueError if that is no dictionary that can be."""
-    saved: object = extension.saved()
+    saved = extension.saved()
     what = f"{type(extension).__name__}.saved()"
     if saved is None:
         return None
-    if not isinstance(saved, dict):
-        raise TypeError(f"{what}: {type(saved).__name__}, it must be a dictionary or None")
+    instance("a dictionary or None", dict).check(what, saved)
     if "kept" in saved:
         raise ValueError(f'{what}: it has the key "kept", which is for what kept() gives')
     return saved

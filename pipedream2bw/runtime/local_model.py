@@ -139,6 +139,18 @@ class LocalModel:
         """What the whole model's ``state_dict`` holds."""
         return frozenset(self._root.state_dict(keep_vars=True))
 
+    def beside_state(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Tensors that this process's modules have under names that the ``state_dict`` lacks.
+
+        Such are weights in files, and buffers that are not persistent; None: there is no tensor.
+        """
+        for name in sorted(names):
+            if self._first_stage(name.rpartition(".")[0]) in self._stages.grid.stages:
+                found: Any = self._root
+                for own in name.split("."):
+                    found = getattr(found, own, None)
+                yield name, found if isinstance(found, torch.Tensor) else None
+
     def extra_state(self, stage: int | None = None) -> dict[str, Any]:
         """What this process's modules keep beside parameters and buffers, by their names.
 

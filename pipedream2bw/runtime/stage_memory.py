@@ -149,7 +149,7 @@ def memory_of(stage: LocalStage, extensions: Extensions) -> StageMemory:
         anchors=beside.on_host,
         replica_sums=engine.replica_sums,
         host_copies=engine.host_copies,
-        frozen_weights=_frozen_bytes(weights),
+        frozen_weights=_frozen_bytes(weights) + beside.frozen_weights,
         buffers=sum(buffer.nbytes for buffer in weights.buffers),
         padding=engine.padding,
         activations=executor.most_bytes_in_flight(stage.index),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from .. import _C
 from ..ranks.operations import Announcement
+from ..rules import instance
 from .accumulation import BatchPart
 from .microbatch import Microbatch, SplitTree
 
@@ -86,14 +87,8 @@ class StepArguments(NamedTuple):
                 "a batch and microbatches= given, it must be one of them: each of "
                 "microbatches has its own arguments and target"
             )
-        if not isinstance(self.microbatches, Iterable):
-            raise TypeError(
-                f"microbatches: {type(self.microbatches).__name__}, it must be a list of Microbatch"
-            )
+        instance("a list of Microbatch", Iterable).check("microbatches", self.microbatches)
         parts = list(self.microbatches)
         for number, part in enumerate(parts):
-            if not isinstance(part, Microbatch):
-                raise TypeError(
-                    f"microbatches[{number}]: {type(part).__name__}, it must be a Microbatch"
-                )
+            instance("a Microbatch", Microbatch).check(f"microbatches[{number}]", part)
         return [(f"microbatch {number}: ", part) for number, part in enumerate(parts)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from .. import _C
 from .._C import Schedule
 from ..checks import check_whole_number
+from ..rules import instance
 
 make_schedule = _C.make_schedule
 
@@ -91,10 +92,8 @@ def schedule_for(
         TypeError: it is none of the kinds that a schedule is given as, or a size is no int.
         ValueError: the method's rule, or the schedule's own sizes, forbid these.
     """
-    if not isinstance(given, (str, os.PathLike, Schedule)):
-        raise TypeError(
-            f"schedule: {given!r} given, it must be a name, a text, a path or a Schedule"
-        )
+    kinds = instance("a name, a text, a path or a Schedule", str, os.PathLike, Schedule)
+    kinds.check("schedule", given)
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches}
     for name, size in {**sizes, "stages_per_rank": stages_per_rank}.items():
         if size is not None:

@@ -135,6 +135,32 @@ def test_experts_that_a_tensor_group_shares_out_train_as_those_of_one_process() 
     assert 0 < bytes_of[1] <= 2 * 128 * 32 * 4
 
 
+def test_shards_without_processes_of_their_own_are_refused() -> None:
+    process = start_alone(EXPERTS, "--shards=2")
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "--stages: 2, --shards: 2, processes: 1: each shard of a stage needs one" in told
+
+
+@pytest.mark.parametrize(
+    ("example", "more"),
+    [
+        ("train_delinked.py", []),
+        ("serve_bitdelta.py", ["--fine-tune-steps=2"]),
+        ("train_soap.py", []),
+    ],
+)
+def test_the_mean_of_few_losses_is_told(
+    example: str, more: list[str], tmp_path: Path, text: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    data = [f"--data={text}", f"--out={tmp_path}"]
+    data += [f"--fine-tune-data={text}"] if example == "serve_bitdelta.py" else []
+    tiny = ["--layers=2", "--width=32", "--context=32", "--steps=2"]
+    first, last = losses_of(run_alone(example, *tiny, *more, *data))
+    assert last == pytest.approx(first, rel=0.2)
+
+
 def test_blocks_that_shared_weights_go_on_apart(tmp_path: Path, text: Path) -> None:
     pytest.importorskip("matplotlib")
     tiny = ["--layers=4", "--width=32", "--context=32", "--steps=30"]

@@ -304,7 +304,7 @@ def make_a_mesh_while_one_hangs(rank: int) -> None:
 
 OUTCOMES: Expected = {
     "dtensor": ("ValueError", ["0.first.weight: a DTensor", "use_local_shards"]),
-    "none": ("TypeError", ["mesh: str given, it must be a DeviceMesh"]),
+    "none": ("TypeError", ["mesh: 'dp, pp' given, it must be a DeviceMesh"]),
     "unnamed": ("ValueError", ["its dimensions are without names", "'pp'"]),
     "unknown": ("ValueError", ["('cp', 'pp')", "'pp'"]),
     "outside": ("ValueError", ["ranks [0, 1], world size: 4"]),

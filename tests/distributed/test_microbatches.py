@@ -39,7 +39,7 @@ def go_wrong(rank: int, world: int) -> None:
             pipe.train_step(microbatches=ready[:1] if is_last else ready)
         with pytest.raises(ValueError, match="microbatch 0: rows of the arguments: 2, rows of the"):
             pipe.train_step(microbatches=ready[::-1] if is_last else ready)
-        with pytest.raises(TypeError, match=r"microbatches\[0\]: int, it must be a Microbatch"):
+        with pytest.raises(TypeError, match=r"microbatches\[0\]: 3 given, it must be a Microbatch"):
             pipe.train_step(microbatches=[3] if is_last else ready)
         loss = pipe.train_step(microbatches=ready)
         opt.step()

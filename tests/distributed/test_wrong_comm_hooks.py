@@ -130,7 +130,7 @@ def wrong_calls(rank: int, world: int) -> dict[str, Outcome]:
 
 CALLS: Expected = {
     "one replica": ("ValueError", ["register_comm_hook: ", "width: 1", "several replicas"]),
-    "no function": ("TypeError", ["hook: int", "must be a function"]),
+    "no function": ("TypeError", ["hook: 3 given", "must be callable"]),
     "one argument": ("TypeError", ["must take (state, bucket)"]),
     "on the host": ("ValueError", ["optimizer_device: 'cpu'", "need None"]),
     "group of all": ("ValueError", ["process_group", "all processes", "ranks [0, 1]"]),

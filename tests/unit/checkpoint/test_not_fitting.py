@@ -66,6 +66,47 @@ def test_what_does_not_fit_is_refused_with_both_values_and_changes_nothing(
     refused("data: int given", TypeError, beside={"data": 3})
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_frozen_layer_that_the_model_lacks_is_refused(
+    is_alone: bool, start_trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    more = nn.Sequential(*make_model(), nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    run = start_trained(model=more)
+    run.train(0, 1)
+    pd2.save(tmp_path, run.pipe, run.opt).wait()
+    other = start_trained(seed=5)
+    with pytest.raises(ValueError, match=r"12\.bias") as refused:
+        pd2.load(tmp_path, other.pipe, None if is_alone else other.opt)
+    assert "the model does not have it, the checkpoint step-00000001" in str(refused.value)
+
+
+class Table(nn.Module):
+    """Adds a buffer, which may be saved or not."""
+
+    def __init__(self, value: float, *, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.full((WIDTH,), value), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table
+
+
+def test_a_buffer_that_is_saved_no_more_must_have_its_value(
+    start_trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    def run_with(value: float, *, persistent: bool) -> Trained:
+        table = Table(value, persistent=persistent)
+        return start_trained(model=nn.Sequential(*make_model(), table))
+
+    run = run_with(1.0, persistent=True)
+    run.train(0, 1)
+    pd2.save(tmp_path, run.pipe, run.opt).wait()
+    same, other = (run_with(value, persistent=False) for value in (1.0, 2.0))
+    pd2.load(tmp_path, same.pipe, same.opt)
+    with pytest.raises(ValueError, match=r"12\.table: the model's values differ"):
+        pd2.load(tmp_path, other.pipe, other.opt)
+
+
 def by_kind(parameters: Any, *, reverse: bool = False) -> list[torch.optim.Optimizer]:
     """Matrices decay, the others do not."""
     given = list(parameters)

@@ -82,6 +82,11 @@ def test_work_goes_to_the_first_slot_with_room_for_it_and_a_twentieth() -> None:
         pd2.place_work([], [-1.0])
     with pytest.raises(ValueError, match="place_work: seconds: inf"):
         pd2.place_work([], [math.inf])
+    with pytest.raises(TypeError, match=r"seconds: 1\.0 given, it must be a list of numbers"):
+        pd2.place_work([], 1.0)  # type: ignore[arg-type]
+    two = [pd2.IdleSlot(0, rank, 0.0, 1.0, action(0.0, 0.0)) for rank in (0, 1)]
+    with pytest.raises(ValueError, match=r"slots: of \[\(0, 0\), \(0, 1\)\], they must be of one"):
+        pd2.place_work(two, [0.5])
 
 
 class Watched(torch.optim.SGD):
@@ -158,13 +163,21 @@ def test_work_makes_way_in_a_thread_of_its_own() -> None:
         assert began.wait(30)
         # No bubble has had room for it: who needs it does it.
         assert waiting.end(former=0) == threading.get_ident()
+        calls: list[int] = []
+        counted = bubbles.begin("counted", lambda: calls.append(1) or len(calls))
+        assert (counted.end(former=0), counted.end(former=0)) == (1, 1)
         may_end.set()
         thread, priority = running.end(former=(0, 0))
         assert thread != threading.get_native_id()
         assert priority == 19
         assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
-        with pytest.raises(TypeError, match="in bubbles: a number: int given, it must be callable"):
+        with pytest.raises(TypeError, match="in bubbles: a number: 1 given, it must be callable"):
             bubbles.begin("a number", 1)  # type: ignore[arg-type]
+
+
+def test_bubbles_are_of_a_pipeline() -> None:
+    with pytest.raises(TypeError, match="InBubbles: pipe: None given, it must be a PipelineModule"):
+        pd2.InBubbles(None)  # type: ignore[arg-type]
 
 
 def test_what_waits_when_the_pipeline_is_gone_is_not_begun() -> None:

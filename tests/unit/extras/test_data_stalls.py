@@ -166,7 +166,7 @@ def test_more_workers_and_caches_are_predicted_from_fetching_and_preparing() -> 
     assert "a cache of all rows would give 64.0 ms a batch, of half of them 128.0 ms" in str(found)
     with pytest.raises(ValueError, match=r"cached: 50, it must be a share"):
         found.with_workers(1, cached=50)
-    with pytest.raises(ValueError, match=r"factor: 0, it must be positive"):
+    with pytest.raises(ValueError, match=r"factor: 0, it must be > 0 and finite"):
         found.with_workers(0)
 
 
@@ -256,7 +256,7 @@ def test_bad_input_is_refused_by_name() -> None:
             pd2.data_stalls([], pipe)
         with pytest.raises(TypeError, match="loader: gives Tensor, data_stalls takes"):
             pd2.data_stalls([torch.zeros(ROWS, WIDTH)], pipe)
-        with pytest.raises(TypeError, match="as_call: gives tuple, it must give"):
+        with pytest.raises(TypeError, match="what as_call gives: tuple given, it must be a pd2"):
             pd2.data_stalls(Loader(), pipe, as_call=lambda item: item)
         opt = pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
         x = torch.randn(ROWS, WIDTH)

@@ -147,14 +147,14 @@ class Named(pd2.Extension):
 
 TWICE = Named("one")
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no extension": ([3], r"extensions\[0\]: int given, it must be of a subclass"),
+    "no extension": ([3], r"extensions\[0\]: 3 given, it must be of a subclass"),
     "no list": (TWICE, "extensions: Named given, it must be a list"),
     "no identifier": ([Named("a.b")], r"extensions\[0\]: name: 'a.b', it must be an identifier"),
     "an optimizer's word": ([Named("state")], "name: 'state', it must be an identifier, and none"),
     "without a name": ([Named("", {})], "name: '', what has a state must have a name"),
     "twice": ([TWICE, TWICE], r"extensions\[0\] and extensions\[1\]: Named, name: 'one', is given"),
     "two of a name": ([Named("one"), Named("one")], "name: 'one', is given twice"),
-    "a list saved": ([Named("one", [1])], r"Named.saved\(\): list, it must be a dictionary"),
+    "a list saved": ([Named("one", [1])], r"Named.saved\(\): list given, it must be a dictionary"),
     "kept saved": ([Named("one", {"kept": 1})], r'Named.saved\(\): it has the key "kept"'),
 }
 

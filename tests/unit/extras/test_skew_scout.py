@@ -83,3 +83,8 @@ def test_it_stays_in_its_intervals_and_moves_a_step_at_a_time(
 def test_wrong_values_are_named(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pd2.SkewScout(**options)
+
+
+def test_intervals_are_a_list() -> None:
+    with pytest.raises(TypeError, match="SkewScout: intervals: 5 given, it must be a list of ints"):
+        pd2.SkewScout(5)  # type: ignore[arg-type]

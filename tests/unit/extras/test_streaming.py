@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from pipedream2bw.extras import streaming
@@ -33,14 +34,17 @@ def model_of(*, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
 
 
+def in_float(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return mse_loss(output.float(), target)
+
+
 def train(
     model: nn.Module, extensions: Any = (), **options: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, what is left of the state, and the bytes of the optimizer and its extensions."""
+    """Losses, what is left of the state, and the bytes of frozen weights."""
     given = {"num_stages": 2, "schedule": "2bw", "split": ["2"], **options}
-    with pd2.PipelineModule(
-        model, nn.functional.mse_loss, num_microbatches=M, example_args=(X,), **given
-    ) as pipe:
+    loss_fn = given.pop("loss_fn", mse_loss)
+    with pd2.PipelineModule(model, loss_fn, num_microbatches=M, example_args=(X,), **given) as pipe:
         opt = pd2.PipelineOptimizer(
             torch.optim.AdamW(pipe.parameters(), lr=1e-2), extensions=extensions
         )
@@ -53,7 +57,7 @@ def train(
         pipe.train()
         report = pipe.memory_report()
         state = {name: value.clone() for name, value in pipe.state_dict().items()}
-        held = sum(stage.optimizer_state for stage in report.values())
+        held = sum(stage.frozen_weights for stage in report.values())
         return [float(loss) for loss in losses], state, held
 
 
@@ -77,8 +81,11 @@ def test_the_bits_are_those_of_linear_layers(
     pd2.stream_weights(model, tmp_path, least_bytes=0)
     streamed, state, _ = train(model, **options)
     assert streamed == plain
-    assert state.keys() == {n for n in whole if n.endswith(("3.weight", "3.bias")) or n[0] == "4"}
-    assert all(torch.equal(state[name], whole[name]) for name in state)
+    left = {n for n in whole if n.endswith(("3.weight", "3.bias")) or n[0] == "4"}
+    assert all(torch.equal(state[name], whole[name]) for name in left)
+    digests = state.keys() - left
+    assert digests == {f"{i}.{j}.digest_of_weights" for i in range(4) for j in (0, 2)}
+    assert all(state[name].nbytes == 0 for name in digests)
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -141,10 +148,14 @@ def test_what_cannot_be_streamed(tmp_path: Path) -> None:
         pd2.stream_weights(model_of(), tmp_path, ahead=0)
     with pytest.raises(TypeError, match="least_bytes: '1MiB' given, it must be an int"):
         pd2.stream_weights(model_of(), tmp_path, least_bytes="1MiB")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model: 'gpt' given, it must be a torch\.nn\.Module"):
+        pd2.stream_weights("gpt", tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"stream_weights: 0\.0 is on meta, it must have values"):
+        pd2.stream_weights(model_of().to("meta"), tmp_path, least_bytes=0)
     model = model_of()
     pd2.stream_weights(model, tmp_path, least_bytes=0)
     with pytest.raises(
-        ValueError, match=r"0.0-\w+.bin: torch.float32, the layer's input: .*float64"
+        ValueError, match=r"0.0-\w+.bin: torch.float32, the layer's input: .*with precision="
     ):
         model(X.double())
     (path,) = tmp_path.glob("0.0-*.bin")
@@ -176,3 +187,143 @@ def test_layers_with_hooks_stay_and_shared_ones_stay_shared(tmp_path: Path) -> N
     assert model[0] is hooked
     assert model[1] is model[3]
     assert streamed.nbytes == 4 * (WIDTH * WIDTH + WIDTH)
+
+
+def opened(
+    folder: Path, frozen: int, *, is_streamed: bool, has_digests: bool = True
+) -> tuple[pd2.PipelineModule, pd2.PipelineOptimizer]:
+    """A pipeline whose frozen layer has the weights of a seed."""
+    torch.manual_seed(frozen)
+    middle = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), middle, nn.Linear(WIDTH, WIDTH))
+    if is_streamed:
+        pd2.stream_weights(model, folder / "weights", least_bytes=0)
+        if not has_digests:
+            del model[1].digest_of_weights
+    pipe = pd2.PipelineModule(
+        model, mse_loss, num_stages=2, num_microbatches=M, schedule="1f1b", example_args=(X,)
+    )
+    return pipe, pd2.PipelineOptimizer(torch.optim.SGD(pipe.parameters(), lr=0.1))
+
+
+def stepped(pipe: pd2.PipelineModule, opt: pd2.PipelineOptimizer) -> float:
+    loss = pipe.train_step(X, target=Y)
+    opt.step()
+    return float(loss)
+
+
+LOADS: dict[str, Any] = {
+    "load": pd2.load,
+    "weights alone": lambda folder, pipe, opt: pd2.load(folder, pipe),
+    "resume": lambda folder, pipe, opt: pd2.Checkpointer(folder, pipe, opt, preempt=()).resume(),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("saved_as", ["memory", "streamed", "streamed without digests"])
+def test_a_run_goes_on_with_the_frozen_weights_that_it_had_or_not_at_all(
+    saved_as: str, load: str, tmp_path: Path
+) -> None:
+    folder, saved_streamed = tmp_path / "run", saved_as != "memory"
+    has_digests = saved_as != "streamed without digests"
+    pipe, opt = opened(tmp_path, 1, is_streamed=saved_streamed, has_digests=has_digests)
+    with pipe:
+        stepped(pipe, opt)
+        pd2.save(folder, pipe, opt).wait()
+        expected = stepped(pipe, opt)
+    pipe, opt = opened(tmp_path, 1, is_streamed=True)
+    with pipe:
+        LOADS[load](folder, pipe, opt)
+        assert stepped(pipe, opt) == expected
+    if not has_digests:  # nothing to compare with
+        return
+    pipe, opt = opened(tmp_path, 2, is_streamed=True)
+    with pipe:
+        before = {name: value.clone() for name, value in pipe.state_dict().items()}
+        refused = (
+            r"1\.digest_of_weights: shape .*they must be equal"
+            if saved_streamed
+            else r"1\.bias: the model's values differ, the checkpoint step-\S+ has it: they must be"
+        )
+        with pytest.raises(ValueError, match=refused):
+            LOADS[load](folder, pipe, opt)
+        assert all(torch.equal(pipe.state_dict()[name], value) for name, value in before.items())
+
+
+def refused_in_processes(rank: int, world: int, folder: str) -> tuple[bool, str]:
+    pipe, opt = opened(Path(folder), 1, is_streamed=False)
+    with pipe:
+        stepped(pipe, opt)
+        pd2.save(f"{folder}/run", pipe, opt).wait()
+    pipe, opt = opened(Path(folder), 2, is_streamed=True)
+    with pipe:
+        with pytest.raises(ValueError, match=r"1\.bias: the model's values differ") as refused:
+            pd2.load(f"{folder}/run", pipe, opt)
+        return stepped(pipe, opt) > 0, str(refused.value)
+
+
+def test_every_rank_refuses_what_one_stage_has_otherwise(tmp_path: Path) -> None:
+    results = run_ranks(refused_in_processes, 2, args=(str(tmp_path),), timeout=60)
+    assert [result.value[0] for result in results] == [True, True]
+
+
+def test_weights_of_other_layers_are_not_loaded_by_themselves(tmp_path: Path) -> None:
+    pipe, _ = opened(tmp_path, 1, is_streamed=True)
+    with pipe:
+        state = {name: value.clone() for name, value in pipe.state_dict().items()}
+    pipe, _ = opened(tmp_path, 2, is_streamed=True)
+    with pipe, pytest.raises(RuntimeError, match=r"size mismatch for 1\.digest_of_weights"):
+        pipe.load_state_dict(state)
+
+
+class Reads(nn.Module):
+    """Asks for a layer's weight, as T5 does for its dtype and fast paths for its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x.to(self.layer.weight.dtype))
+        return y if self.training else y + nn.functional.linear(x, self.layer.weight)
+
+
+def test_layers_whose_weight_is_read_compute_the_same_and_hold_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    read = streaming._Layer.read
+
+    def counted(layer: streaming._Layer) -> list[torch.Tensor]:
+        tensors = read(layer)
+        alive.add(tensors[0])
+        return tensors
+
+    monkeypatch.setattr(streaming._Layer, "read", counted)
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        encoder = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True)
+        frozen = nn.Sequential(*(Reads() for _ in range(4)), encoder).requires_grad_(False)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *frozen, nn.Linear(WIDTH, WIDTH))
+
+    plain = train(made(), split=None)
+    model = made()
+    pd2.stream_weights(model, tmp_path, least_bytes=0)
+    assert torch.equal(model[1].layer.weight, made()[1].layer.weight)
+    streamed = train(model, split=None)
+    assert streamed[0] == plain[0]
+    gc.collect()
+    assert len(alive) <= 2  # what this thread has fetched ahead
+
+
+def test_in_bf16_the_frozen_layers_are_converted_before(tmp_path: Path) -> None:
+    plain, streamed = (model_of() for _ in range(2))
+    for model in (plain, streamed):
+        for layer in model[:-1]:
+            layer[0].bfloat16()
+            layer[2].bfloat16()
+    pd2.stream_weights(streamed, tmp_path, least_bytes=0)
+    losses = [train(model, precision="bf16", loss_fn=in_float)[0] for model in (plain, streamed)]
+    assert losses[0] == losses[1]

@@ -169,8 +169,8 @@ def of_rows(rows: int, of_target: int | None = None) -> pd2.Microbatch:
         ("2bw", [of_rows(1)] * 5, ValueError, "microbatches: 5, num_microbatches: 4"),
         ("2bw", [of_rows(1), of_rows(0)], ValueError, "microbatch 1: rows: 0, at least 1"),
         ("2bw", [of_rows(1), of_rows(2, 3)], ValueError, "microbatch 1: rows of the arguments: 2"),
-        ("2bw", [of_rows(1), 3], TypeError, r"microbatches\[1\]: int, it must be a Microbatch"),
-        ("2bw", 3, TypeError, "microbatches: int, it must be a list of Microbatch"),
+        ("2bw", [of_rows(1), 3], TypeError, r"microbatches\[1\]: 3 given, it must be a Microbatch"),
+        ("2bw", 3, TypeError, "microbatches: 3 given, it must be a list of Microbatch"),
         ("chimera", [of_rows(1)], ValueError, "microbatches: 1, at least 2"),
     ],
 )
