@@ -58,21 +58,12 @@ def linear_cross_entropy(
         ValueError: shapes do not go together, or an argument is none of the above.
         TypeError: a dtype is none of the above.
     """
-    arguments: tuple[Any, ...] = (
-        hidden,
-        weight,
-        target,
-        bias,
-        reduction,
-        ignore_index,
-        num_chunks,
-    )
-    for value in arguments:
+    tensors: tuple[Any, ...] = (hidden, weight, target, bias)
+    options = {"reduction": reduction, "ignore_index": ignore_index, "num_chunks": num_chunks}
+    for value in (*tensors, *options.values()):
         if isinstance(value, fx.Proxy):
-            names = ("reduction", "ignore_index", "num_chunks")
-            keywords = dict(zip(names, arguments[4:], strict=True))
             traced: Any = value.tracer.create_proxy(
-                "call_function", linear_cross_entropy, arguments[:4], keywords
+                "call_function", linear_cross_entropy, tensors, options
             )
             return traced  # type: ignore[no-any-return]
     _check(hidden, weight, target, bias, reduction)

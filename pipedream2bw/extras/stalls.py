@@ -215,9 +215,8 @@ def _measure(
     mine = getattr(loader, "num_workers", 0) or 1, getattr(loader, "prefetch_factor", 0) or 0
     workers, prefetched = zip(*pipe.session.control.told_by_all(mine), strict=True)
     # Ranks of a replica must take the same batches, whatever workers each of them has.
-    opened = functools.partial(
-        _repeatable, loader, math.lcm(*workers), max(map(operator.mul, workers, prefetched))
-    )
+    ahead = max(map(operator.mul, workers, prefetched))
+    opened = functools.partial(_repeatable, loader, math.lcm(*workers), ahead)
 
     def trained(stream: _Stream) -> tuple[list[float], list[dict[int, float]]]:
         runs = []

@@ -91,9 +91,8 @@ class StreamedLinear(nn.Module):
         return next(iter(self._read()[1:]), None)
 
     def _read(self) -> list[torch.Tensor]:
-        return [
-            tensor.to(self.get_buffer("digest_of_weights").device) for tensor in self.kept.read()
-        ]
+        device = self.get_buffer("digest_of_weights").device
+        return [tensor.to(device) for tensor in self.kept.read()]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         file = str(self.kept.path)
