@@ -53,7 +53,7 @@ def test_devices_that_the_model_does_not_fit_do_nothing(tmp_path: Path) -> None:
 
 
 def test_degrees_that_divide_the_devices_are_tried() -> None:
-    cut = {"tensor_parallel": (2, 4), "sharded": "*", "summed": "*"}
+    cut = {"tensor_parallel": (2, 4), "summed": "*"}
     with pytest.raises(ValueError, match="tensor_parallel: 2, devices of type x: 1"):
         throughputs(PROFILE, [pd2.DeviceType("x", 2)], memory="1GB", batch=32, **cut)
     cut["tensor_parallel"] = (1, 2)
@@ -65,7 +65,7 @@ def test_types_of_other_speed_have_degrees_of_their_own(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     types = ("--type", "v100:2", "--type", "t4:2,throughput=0.25")
-    degrees = ("--tensor-parallel", "1,2", "--sharded", "*", "--summed", "*")
+    degrees = ("--tensor-parallel", "1,2", "--summed", "*")
     assert "t4" in printed(capsys, *ASKED, *types, *degrees)
 
 
