@@ -14,7 +14,7 @@ from ...optimizer.options import EXCLUSIONS as OPTIMIZER_EXCLUSIONS
 from ...optimizer.options import OptimizerOptions
 from ...optimizer.staleness import NesterovCorrection, Remedies
 from ...options import EXCLUSIONS, Options
-from ...rules import BOOL, among, check_values, refuse
+from ...rules import BOOL, DTYPES, among, check_values, refuse
 from ...units import parse_bytes
 from ..profiling.profile import Profile
 from .calibration import Calibration
@@ -312,11 +312,8 @@ def check_precision(profile: Profile, precision: str | None) -> None:
     dtypes = profile.trained_dtypes
     if precision is None or not dtypes:
         return
-    dtype, convert = {
-        "bf16": ("torch.bfloat16", "bfloat16"),
-        "fp16": ("torch.float16", "half"),
-        "fp32": ("torch.float32", "float"),
-    }[precision]
+    dtype = str(DTYPES[precision])
+    convert = {"bf16": "bfloat16", "fp16": "half", "fp32": "float"}[precision]
     if dtype not in dtypes:
         raise ValueError(
             f"precision: {precision!r}, trained parameters of the profiled model: "
