@@ -120,7 +120,7 @@ class PlanArguments:
         check_objective(
             given["objective"], given["slack"], given["num_batches"], given["start_within"]
         )
-        degrees = sorted(set(numbers_to_try("tensor_parallel", given["tensor_parallel"])))
+        degrees = degrees_to_try(given["tensor_parallel"])
         patterns = {name: patterns_of(name, given[name]) for name in ("sharded", "summed")}
         check_degrees(degrees, patterns, given["objective"])
         BOOL.check("unequal_replicas", given["unequal_replicas"])
@@ -226,12 +226,18 @@ def patterns_of(name: str, given: object) -> list[str]:
     return list(patterns)
 
 
+def degrees_to_try(given: object) -> list[int]:
+    """Lists degrees of tensor parallelism, rising. Raises TypeError or ValueError for others."""
+    degrees = sorted(set(numbers_to_try("tensor_parallel", given)))
+    if not degrees:
+        raise ValueError("tensor_parallel: none, give at least one degree, such as 1")
+    return degrees
+
+
 def check_degrees(
     degrees: Sequence[int], patterns: Mapping[str, Sequence[str]], objective: object
 ) -> None:
     """Raises ValueError unless the degrees of tensor parallelism can be compared."""
-    if not degrees:
-        raise ValueError("tensor_parallel: none, give at least one degree, such as 1")
     if degrees[-1] > 1 and not any(patterns.values()):
         raise ValueError(
             f"tensor_parallel: {degrees[-1]}, sharded: none, summed: none: a degree above 1 needs "
