@@ -127,8 +127,6 @@ def _add_picture(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
 def _plan(given: argparse.Namespace) -> None:
     _check_picture(given.picture)
     check_written("-o", given.output)
-    if given.objective == "cost" and given.price is None and given.type is None:
-        raise ValueError("--price is missing: --objective cost needs it")
     if given.type is not None and given.price is not None:
         raise ValueError(f"--price: {given.price}, --type: {given.type[0]}: it says price= itself")
     if given.table and (given.type is None or given.picture is not None):

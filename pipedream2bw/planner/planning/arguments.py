@@ -14,7 +14,7 @@ from ...optimizer.options import EXCLUSIONS as OPTIMIZER_EXCLUSIONS
 from ...optimizer.options import OptimizerOptions
 from ...optimizer.staleness import NesterovCorrection, Remedies
 from ...options import EXCLUSIONS, Options
-from ...rules import BOOL, DTYPES, among, check_values, refuse
+from ...rules import BOOL, DTYPES, among, check_values, instance, refuse
 from ...units import parse_bytes
 from ..profiling.profile import Profile
 from .calibration import Calibration
@@ -254,8 +254,7 @@ def check_objective(
     objective: object, slack: object, num_batches: object, start_within: object
 ) -> None:
     """Raises ValueError or TypeError unless the objective and what belongs to it fit together."""
-    if not isinstance(objective, str):
-        raise TypeError(f"objective: {objective!r} given, it must be a name")
+    instance("a name", str).check("objective", objective)
     if objective not in _OBJECTIVES:
         raise ValueError(f"objective: {objective!r}, known: {', '.join(_OBJECTIVES)}")
     check_number("slack", slack, at_least=0, below=math.inf)
@@ -354,7 +353,9 @@ def check_grid(arguments: PlanArguments, cluster: Cluster, *, num_pieces: int) -
     if arguments.objective == "cost" and not any(
         price > 0 for each in cluster.types for _, price in each.prices()
     ):
-        raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
+        raise ValueError(
+            "objective: 'cost' given, prices: none: give DeviceTypes with one, or --price"
+        )
     width, num_stages, num_devices = arguments.width, arguments.num_stages, cluster.num_devices
     for name, number in (("width", width), ("num_stages", num_stages)):
         if number is not None:

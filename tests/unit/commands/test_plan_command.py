@@ -161,7 +161,9 @@ def test_the_least_price_or_memory_is_found_on_the_command_line(
         assert "price: " in printed(capsys, *priced)
         plan = pd2.Plan.load("plan.json")
         assert plan.price_per_hour == 2.5 * plan.num_devices
-    assert "--price is missing" in refused(capsys, *ASKED, "--objective", "cost")
+    assert "prices: none: give DeviceTypes with one, or --price" in refused(
+        capsys, *ASKED, "--objective", "cost"
+    )
     peaks = []
     for slack in ("0", "10"):
         printed(capsys, *ASKED, "--objective", "memory", "--slack", slack, "-o", "plan.json")
