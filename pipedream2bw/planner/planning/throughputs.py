@@ -126,11 +126,7 @@ def throughputs(
 def rows_of(
     types: Sequence[DeviceType], tensor_parallel: int | Sequence[int]
 ) -> list[tuple[DeviceType, list[int]]]:
-    """The devices of each row, and the degrees that divide them.
-
-    Raises:
-        TypeError, ValueError: no types, two of one name, or no degrees.
-    """
+    """The devices of each row, and the degrees that divide them. Raises TypeError or ValueError."""
     if not is_list(types) or not all(isinstance(each, DeviceType) for each in types):
         raise TypeError(f"types: {types!r} given, it must be a list of DeviceTypes")
     names = [each.name for each in types]
