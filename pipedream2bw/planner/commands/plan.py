@@ -76,7 +76,9 @@ def add_plan_command(commands: Any) -> None:
         "throughput over that of the profiled device, which may leave it out; may be repeated",
     )
     what.add_argument(
-        "--memory", required=True, metavar="SIZE", help='memory of a device, like "16GiB"'
+        "--memory",
+        metavar="SIZE",
+        help='memory of a device, like "16GiB", unless each --type has its own',
     )
     what.add_argument(
         "--batch", type=int, required=True, metavar="ROWS", help="rows of all replicas, at least"
@@ -143,7 +145,10 @@ def _plan(given: argparse.Namespace) -> None:
     def cluster_of(devices: int | list[DeviceType]) -> Any:
         return parse_topology(given.topology, devices) if given.topology else devices
 
-    search = {"memory": given.memory, "batch": given.batch, **_SEARCH.given(given)}
+    own = [each.memory for each in devices] if isinstance(devices, list) else [None]
+    if given.memory is None and None in own:
+        raise ValueError(f"--memory: None, --type: {given.type}: give it, or each its memory=")
+    search = {"memory": given.memory or own[0], "batch": given.batch, **_SEARCH.given(given)}
     if given.table and (given.topology or "").startswith("mesh"):
         raise ValueError(
             f"--table: True, --topology: {given.topology}: a mesh has one number of devices, a "
