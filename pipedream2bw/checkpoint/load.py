@@ -19,6 +19,7 @@ from ..model.local_shards import Part, refuse_unknown_shards
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.operations import Operation
+from ..rules import instance
 from ..runtime.extension import Extension
 from ..runtime.loading import flush_to_load, go_on_from, load_model, weights_loaded
 from ..runtime.local_stages import LocalStage
@@ -95,16 +96,26 @@ def load(
         DamagedCheckpoint: a file is missing, cut or changed; nothing has been loaded then.
         ValueError: there is no checkpoint, or it does not fit: both values are named; an object
             refuses its state. On every rank; nothing has been loaded then.
+        TypeError: ``expand`` is no dict of names.
         TimeoutError: the file system does not answer for half of the pipeline's ``timeout``.
     """
     session = pipe.session
     flush_to_load(session, Operation.load)
     user_state = UserState(data=data, schedulers=schedulers, extra=extra or {})
-    folder = session.together(lambda: Folder(path))
+    folder, names = session.together(lambda: (Folder(path), _names_of(expand)))
     action = "looking for checkpoints"
     name = on_first_rank(session, folder, action, lambda: checkpoints(folder, step)[0])
     source = on_all_ranks(session, folder, f"reading {name}", lambda: Source(folder, name))
-    return load_from(source, session, opt, user_state, generators=generators, expand=expand or {})
+    return load_from(source, session, opt, user_state, generators=generators, expand=names)
+
+
+def _names_of(expand: object) -> Mapping[str, str]:
+    """Names here with those in the checkpoint. Raises TypeError for anything else."""
+    names: Any = {} if expand is None else expand
+    instance("a dict of names, those here with the checkpoint's", Mapping).check("expand", names)
+    for name in (*names, *names.values()):
+        instance("a name", str).check(f"expand: {names}", name)
+    return names  # type: ignore[no-any-return]
 
 
 def load_whole(
@@ -366,15 +377,24 @@ class _Prepared:
 
     def _expand(self, expand: Mapping[str, str]) -> dict[str, str]:
         """The names here that ``expand`` means, and those under which their values were saved."""
-        local_model, tied = self._session.local_model, self._source.manifest.tied
+        local_model, source = self._session.local_model, self._source
         names = local_model.persistent_names().union(local_model.trainable_names())
+        tied, places = source.manifest.tied, source.places(MODEL)
         expanded = {}
         for here, there in expand.items():
+            what = f"expand: {here!r} from {there!r}"
             found = [name for name in names if name == here or name.startswith(f"{here}.")]
             if not found:
-                raise ValueError(f"expand: {here!r}: no parameter or buffer here has this name")
-            expanded.update({name: there + name.removeprefix(here) for name in found})
-        return {name: tied.get(saved, saved) for name, saved in expanded.items()}
+                raise ValueError(f"{what}: no parameter or buffer here has the first name")
+            for name in sorted(found):
+                saved = there + name.removeprefix(here)
+                expanded[name] = tied.get(saved, saved)
+                if expanded[name] not in places:
+                    raise ValueError(
+                        f"{what}: {name} would begin as {saved}, which the checkpoint "
+                        f"{source.name} does not have. Give a name of the checkpoint's model"
+                    )
+        return expanded
 
     def _check_user_state(self, schedulers: Sequence[Any], data: Any) -> None:
         """Weights alone need nothing of the user's that was saved beside them."""
@@ -411,7 +431,7 @@ class _Prepared:
         if only_mine or only_theirs:
             raise ValueError(
                 f"trained parameters: {len(mine)}, the checkpoint has {len(theirs)}: they must be "
-                f"the same; only here: {only_mine[:3]}, only there: {only_theirs[:3]}"
+                f"the same; only here: {_first(only_mine)}, only there: {_first(only_theirs)}"
             )
         for name, value in local_model.beside_state(places.keys() - here):
             saved = self._source.read({name: places[name]})[name]
@@ -612,6 +632,11 @@ class _Prepared:
             for name, value in self._extra.items()
             if not is_stateful(self._user_state.extra.get(name)) and not name.startswith(OUR_EXTRA)
         }
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return f"{names[:3]}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _part_of(manifest: Manifest, session: Session) -> RankPart:

@@ -21,7 +21,7 @@ from ..options import EXCLUSIONS, PLANNED_EXCLUSIONS, Options
 from ..pipeline.arrangement import DEFAULT_SCHEDULE
 from ..ranks.agreement import ControlPlane
 from ..ranks.mesh import check_mesh, described
-from ..rules import among, check_values, refuse, settings
+from ..rules import among, check_values, instance, refuse, settings
 from ..schedules.load import make_schedule
 from .planning.plan import Plan
 from .planning.planner import plan
@@ -138,9 +138,8 @@ def _check(options: Options, num_processes: int) -> None:
     for name in ("width", "stages_per_rank", "num_microbatches"):
         if given[name] is not None:
             check_whole_number(name, given[name])
-    profile = options.profile
-    if not (profile is None or isinstance(profile, (Profile, str, os.PathLike))):
-        raise TypeError(f"profile: {type(profile).__name__} given, it must be a Profile or a path")
+    known = (Profile, str, os.PathLike, type(None))
+    instance("a Profile or a path", *known).check("profile", options.profile)
     rows = _rows(options.example_target)
     if rows is None:
         raise ValueError(

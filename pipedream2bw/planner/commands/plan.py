@@ -16,7 +16,7 @@ from ..pictures import draw_plan
 from ..planning.cluster import Cluster, DeviceType
 from ..planning.plan import Plan
 from ..planning.planner import check_arguments, plan
-from ..planning.throughputs import throughputs
+from ..planning.throughputs import Throughputs, rows_of, throughputs
 from ..profiling import profiler
 from ..profiling.peaks import KNOWN_DEVICES
 from ..profiling.profile import Profile
@@ -76,7 +76,9 @@ def add_plan_command(commands: Any) -> None:
         "throughput over that of the profiled device, which may leave it out; may be repeated",
     )
     what.add_argument(
-        "--memory", required=True, metavar="SIZE", help='memory of a device, like "16GiB"'
+        "--memory",
+        metavar="SIZE",
+        help='memory of a device, like "16GiB", unless each --type has its own',
     )
     what.add_argument(
         "--batch", type=int, required=True, metavar="ROWS", help="rows of all replicas, at least"
@@ -127,8 +129,6 @@ def _add_picture(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
 def _plan(given: argparse.Namespace) -> None:
     _check_picture(given.picture)
     check_written("-o", given.output)
-    if given.objective == "cost" and given.price is None and given.type is None:
-        raise ValueError("--price is missing: --objective cost needs it")
     if given.type is not None and given.price is not None:
         raise ValueError(f"--price: {given.price}, --type: {given.type[0]}: it says price= itself")
     if given.table and (given.type is None or given.picture is not None):
@@ -145,25 +145,29 @@ def _plan(given: argparse.Namespace) -> None:
     def cluster_of(devices: int | list[DeviceType]) -> Any:
         return parse_topology(given.topology, devices) if given.topology else devices
 
-    search = {"memory": given.memory, "batch": given.batch, **_SEARCH.given(given)}
+    own = [each.memory for each in devices] if isinstance(devices, list) else [None]
+    if given.memory is None and None in own:
+        raise ValueError(f"--memory: None, --type: {given.type}: give it, or each its memory=")
+    search = {"memory": given.memory or own[0], "batch": given.batch, **_SEARCH.given(given)}
     if given.table and (given.topology or "").startswith("mesh"):
         raise ValueError(
             f"--table: True, --topology: {given.topology}: a mesh has one number of devices, a "
             "table has 1, 2, 4, ... of them. Give servers:, or leave out --topology"
         )
-    alone = [[each] for each in devices] if given.table and isinstance(devices, list) else [devices]
-    for each in alone:
-        check_arguments(devices=cluster_of(each), **search)
+    if given.table and isinstance(devices, list):
+        for each, tried in rows_of(devices, search.get("tensor_parallel", 1)):
+            if tried:
+                check_arguments(devices=cluster_of([each]), **{**search, "tensor_parallel": tried})
+    else:
+        check_arguments(devices=cluster_of(devices), **search)
     profile = _profile(given)
     for text in given.type or ():
         _check_known(text, profile)
+    made: Plan | Throughputs
     if given.table and isinstance(devices, list):
-        found = throughputs(profile, devices, cluster_of=cluster_of, **search)
-        if given.output is not None:
-            found.save(given.output)
-        print(found.to_json() if given.json else f"{found}\n", end="")
-        return
-    made = plan(profile, devices=cluster_of(devices), **search)
+        made = throughputs(profile, devices, cluster_of=cluster_of, **search)
+    else:
+        made = plan(profile, devices=cluster_of(devices), **search)
     if given.output is not None:
         made.save(given.output)
     _print(made, given)
@@ -186,13 +190,10 @@ def _check_picture(path: Path | None) -> None:
     Matplotlib.load("a plan")
 
 
-def _print(made: Plan, given: argparse.Namespace) -> None:
-    if given.picture is not None:
+def _print(made: Plan | Throughputs, given: argparse.Namespace) -> None:
+    if given.picture is not None and isinstance(made, Plan):
         draw_plan(made, given.picture)
-    if given.json:
-        print(made.to_json(), end="")
-    else:
-        print(made)
+    print(made.to_json() if given.json else f"{made}\n", end="")
 
 
 def _profile(given: argparse.Namespace) -> Profile:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ...commands.output import check_written
-from ...table import table
-from ...units import format_bytes, format_seconds
 from ..profiling.peaks import KNOWN_DEVICES
 from ..profiling.profile import Profile
 from ..profiling.profiler import check_arguments, profile
@@ -117,13 +115,4 @@ def _summary(found: Profile, seconds: float) -> str:
         f"{found.model_name} on {found.device.name}, profiled in {seconds:.1f} s: "
         f"{len(found.layers)} layers in {len(starts)} groups, {timed} of them different"
     )
-    rows = [
-        (
-            str(item.rows),
-            format_seconds(sum(item.forward)),
-            format_seconds(sum(item.input_grad) + sum(item.weight_grad)),
-            format_bytes(sum(item.activation_bytes)),
-        )
-        for item in found.microbatches
-    ]
-    return table(title, ("rows", "forward", "backward", "kept"), rows)
+    return found.table(title)

@@ -14,7 +14,7 @@ from ...optimizer.options import EXCLUSIONS as OPTIMIZER_EXCLUSIONS
 from ...optimizer.options import OptimizerOptions
 from ...optimizer.staleness import NesterovCorrection, Remedies
 from ...options import EXCLUSIONS, Options
-from ...rules import BOOL, among, check_values, refuse
+from ...rules import BOOL, DTYPES, among, check_values, instance, refuse
 from ...units import parse_bytes
 from ..profiling.profile import Profile
 from .calibration import Calibration
@@ -120,7 +120,7 @@ class PlanArguments:
         check_objective(
             given["objective"], given["slack"], given["num_batches"], given["start_within"]
         )
-        degrees = sorted(set(numbers_to_try("tensor_parallel", given["tensor_parallel"])))
+        degrees = degrees_to_try(given["tensor_parallel"])
         patterns = {name: patterns_of(name, given[name]) for name in ("sharded", "summed")}
         check_degrees(degrees, patterns, given["objective"])
         BOOL.check("unequal_replicas", given["unequal_replicas"])
@@ -226,12 +226,18 @@ def patterns_of(name: str, given: object) -> list[str]:
     return list(patterns)
 
 
+def degrees_to_try(given: object) -> list[int]:
+    """Lists degrees of tensor parallelism, rising. Raises TypeError or ValueError for others."""
+    degrees = sorted(set(numbers_to_try("tensor_parallel", given)))
+    if not degrees:
+        raise ValueError("tensor_parallel: none, give at least one degree, such as 1")
+    return degrees
+
+
 def check_degrees(
     degrees: Sequence[int], patterns: Mapping[str, Sequence[str]], objective: object
 ) -> None:
     """Raises ValueError unless the degrees of tensor parallelism can be compared."""
-    if not degrees:
-        raise ValueError("tensor_parallel: none, give at least one degree, such as 1")
     if degrees[-1] > 1 and not any(patterns.values()):
         raise ValueError(
             f"tensor_parallel: {degrees[-1]}, sharded: none, summed: none: a degree above 1 needs "
@@ -248,8 +254,7 @@ def check_objective(
     objective: object, slack: object, num_batches: object, start_within: object
 ) -> None:
     """Raises ValueError or TypeError unless the objective and what belongs to it fit together."""
-    if not isinstance(objective, str):
-        raise TypeError(f"objective: {objective!r} given, it must be a name")
+    instance("a name", str).check("objective", objective)
     if objective not in _OBJECTIVES:
         raise ValueError(f"objective: {objective!r}, known: {', '.join(_OBJECTIVES)}")
     check_number("slack", slack, at_least=0, below=math.inf)
@@ -312,11 +317,8 @@ def check_precision(profile: Profile, precision: str | None) -> None:
     dtypes = profile.trained_dtypes
     if precision is None or not dtypes:
         return
-    dtype, convert = {
-        "bf16": ("torch.bfloat16", "bfloat16"),
-        "fp16": ("torch.float16", "half"),
-        "fp32": ("torch.float32", "float"),
-    }[precision]
+    dtype = str(DTYPES[precision])
+    convert = {"bf16": "bfloat16", "fp16": "half", "fp32": "float"}[precision]
     if dtype not in dtypes:
         raise ValueError(
             f"precision: {precision!r}, trained parameters of the profiled model: "
@@ -351,7 +353,9 @@ def check_grid(arguments: PlanArguments, cluster: Cluster, *, num_pieces: int) -
     if arguments.objective == "cost" and not any(
         price > 0 for each in cluster.types for _, price in each.prices()
     ):
-        raise ValueError("objective: 'cost' given, prices: none: give DeviceTypes with one")
+        raise ValueError(
+            "objective: 'cost' given, prices: none: give DeviceTypes with one, or --price"
+        )
     width, num_stages, num_devices = arguments.width, arguments.num_stages, cluster.num_devices
     for name, number in (("width", width), ("num_stages", num_stages)):
         if number is not None:

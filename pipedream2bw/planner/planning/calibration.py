@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from ... import _C
 from ...checks import check_number
 from ...json_document import Document, given_or_loaded
+from ...rules import instance
 from ...runtime.stage_memory import StageMemory
 from ..profiling.profile import Profile
 from .plan import Plan, bytes_of_rank
@@ -94,11 +95,7 @@ def calibrate(
         OSError: the plan cannot be read.
     """
     plan = given_or_loaded("plan", plan, Plan)
-    if not isinstance(measured, Mapping):
-        raise TypeError(
-            f"measured: {type(measured).__name__} given, it must be a dict of stages' reports or "
-            "bytes"
-        )
+    instance("a dict of stages' reports or bytes", Mapping).check("measured", measured)
     predicted = _predicted(plan)
     ranks = plan.shape.stages_of_ranks
     known = {stage for stages in ranks for stage in stages}

@@ -177,7 +177,7 @@ class Cluster:
             ValueError, TypeError: as :meth:`servers`.
         """
         for name, rows in (("latency", latency), ("bandwidth", bandwidth)):
-            if not _is_list(rows) or not all(map(_is_list, rows)):
+            if not is_list(rows) or not all(map(is_list, rows)):
                 raise TypeError(f"{name}: {rows!r} given, it must be a list of lists of numbers")
         types = _types(len(latency) if devices is None else devices)
         count = sum(each.count for each in types)
@@ -204,7 +204,6 @@ def as_cluster(
         return devices
     types = _types(devices)
     count = sum(each.count for each in types)
-    check_whole_number("devices", count, at_most=MOST_DEVICES)
     if links is None:
         return Cluster(types, "servers", (count,), ((0.0, math.inf), (0.0, math.inf)))
     if len(links.bandwidth) < count:
@@ -221,7 +220,7 @@ def as_cluster(
 
 def _types(devices: int | Sequence[DeviceType]) -> tuple[DeviceType, ...]:
     if not isinstance(devices, int):
-        are_types = _is_list(devices) and all(isinstance(each, DeviceType) for each in devices)
+        are_types = is_list(devices) and all(isinstance(each, DeviceType) for each in devices)
         if not are_types or not devices:
             raise TypeError(
                 f"devices: {devices!r} given, it must be a number, DeviceTypes, or for plan() a "
@@ -235,9 +234,8 @@ def _types(devices: int | Sequence[DeviceType]) -> tuple[DeviceType, ...]:
 def _check_prices(name: str, given: object) -> None:
     """Raises TypeError or ValueError unless they are prices by rising hours."""
     hours_and_prices = [(0.0, given)] if _is_number(given) else given
-    if not _is_list(hours_and_prices) or not all(
-        _is_list(each) and len(each) == 2 and all(map(_is_number, each))
-        for each in hours_and_prices
+    if not is_list(hours_and_prices) or not all(
+        is_list(each) and len(each) == 2 and all(map(_is_number, each)) for each in hours_and_prices
     ):
         raise TypeError(f"{name}: {given!r} given, it must be a number or a list of (hour, price)")
     if not hours_and_prices or hours_and_prices[0][0] != 0:
@@ -249,7 +247,8 @@ def _check_prices(name: str, given: object) -> None:
         check_number(f"{name} at hour {hour}", price, at_least=0, below=math.inf)
 
 
-def _is_list(given: object) -> TypeGuard[Sequence[Any]]:
+def is_list(given: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it is a sequence, and no str."""
     return isinstance(given, Sequence) and not isinstance(given, str)
 
 

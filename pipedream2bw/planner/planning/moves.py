@@ -7,13 +7,16 @@ gives the rows per second of each kind of devices, :class:`Throughputs` those of
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...checks import check_number
+from ...rules import instance
 from ...table import table
+from .cluster import is_list
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,7 @@ def cheapest_moves(
     Raises:
         ValueError: not so many rows can be trained in time; prices end before the deadline; or a
             copy takes an interval or more.
+        TypeError: an argument is of a wrong type.
 
     Warns:
         UserWarning: a market has no copy to another one: a run there stays to its end.
@@ -180,6 +184,8 @@ def _checked(
     """The markets by name."""
     for what, value in (("rows", rows), ("deadline", deadline), ("interval", interval)):
         check_number(what, value, below=math.inf)
+    if not is_list(markets) or not all(isinstance(each, Market) for each in markets):
+        raise TypeError(f"markets: {markets!r} given, it must be a list of Markets")
     by_name = {market.name: market for market in markets}
     known = ", ".join(by_name)
     if not by_name or len(by_name) < len(markets):
@@ -188,6 +194,19 @@ def _checked(
         )
     if start is not None and start not in by_name:
         raise ValueError(f"start: {start!r}, markets: {known}: it must be one of these")
+    instance("a dict of Copies by (from, to)", Mapping).check("copies", copies)
+    for pair, copy in copies.items():
+        instance("a Copy", Copy).check(f"copies: {pair!r}", copy)
+        if pair not in itertools.permutations(by_name, 2):
+            raise ValueError(f"copies: {pair!r}, it must be (from, to), two of: {known}")
+        origin, target = pair
+        check_number(f"copies: {origin} to {target}: hours", copy.hours, at_least=0)
+        check_number(f"copies: {origin} to {target}: price", copy.price, at_least=0, below=math.inf)
+        if copy.hours >= interval:
+            raise ValueError(
+                f"copies: {origin} to {target}: {copy.hours} hours, interval: {interval} hours: a "
+                "copy must take less. Leave it out, or give prices of longer intervals"
+            )
     for market in markets:
         if len(market.prices) * interval < deadline * (1 - 1e-9):
             raise ValueError(
@@ -199,16 +218,6 @@ def _checked(
                 f"market {market.name}: copies to other markets: 0, markets: {len(markets)}: a run "
                 "there stays to its end. Give copies= a way out",
                 stacklevel=3,
-            )
-    for (origin, target), copy in copies.items():
-        if origin == target or origin not in by_name or target not in by_name:
-            raise ValueError(f"copies: {origin!r} to {target!r}, it must be of two of: {known}")
-        check_number(f"copies: {origin} to {target}: hours", copy.hours, at_least=0)
-        check_number(f"copies: {origin} to {target}: price", copy.price, at_least=0, below=math.inf)
-        if copy.hours >= interval:
-            raise ValueError(
-                f"copies: {origin} to {target}: {copy.hours} hours, interval: {interval} hours: a "
-                "copy must take less. Leave it out, or give prices of longer intervals"
             )
     return by_name
 

@@ -254,15 +254,10 @@ class Plan(PlanOutline, Document):
     @property
     def recompute(self) -> bool | list[bool] | list[str]:
         """The value for ``PipelineModule(recompute=)``."""
-        if all(isinstance(stage.recomputed, bool) for stage in self.stages):
-            return [bool(stage.recomputed) for stage in self.stages]
-        names = [
-            name
-            for stage in self.stages
-            if not isinstance(stage.recomputed, bool)
-            for name in stage.recomputed
-        ]
-        return names or False
+        ways = [stage.recomputed for stage in self.stages]
+        if all(isinstance(way, bool) for way in ways):
+            return [way is True for way in ways]
+        return [name for way in ways if isinstance(way, tuple) for name in way] or False
 
     @property
     def options(self) -> dict[str, Any]:

@@ -96,10 +96,12 @@ def plan(
             the blocks that its memory demands, of those the ones that take the least time. A block
             is a module in a list, like "layers.3".
         tensor_parallel: degrees to try, such as (1, 2, 4): so many adjacent devices share each
-            stage. They must divide the devices, and those of a server or the other way round.
+            stage. They must divide the devices, and those of a server or the other way round. Each
+            must divide one of the sizes of every parameter that is cut.
         sharded, summed: names or patterns (``fnmatch``) of the profile's layers whose parameters
             these devices cut. They add up what those of ``summed`` make (row-parallel). What those
-            of ``sharded`` make stays in parts (column-parallel). Layers between work on parts.
+            of ``sharded`` make stays in parts (column-parallel). Layers between work on parts. No
+            layer is in both.
         objective: "throughput"; "cost": the lowest price of a batch; "memory": the smallest peak of
             a device, of plans that take at most 1 + slack of the least time.
         slack: see ``objective``.
@@ -186,6 +188,7 @@ def plan(
 
     for degree in arguments.degrees:
         grouped(cluster, degree)
+        shards.check_parts(profile, degree)
     try:
         with progress("plan"):
             found = _of_degrees(arguments.degrees, best_of)

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 
 from ..profiling.profile import MicrobatchProfile, Profile
 from .cluster import Cluster, DeviceType, Link
@@ -27,9 +27,9 @@ class Shards:
         adders: whose results the devices add up. What other workers make stays in parts.
     """
 
-    holders: Collection[int]
-    workers: Collection[int]
-    adders: Collection[int]
+    holders: Set[int]
+    workers: Set[int]
+    adders: Set[int]
 
     @classmethod
     def of(cls, profile: Profile, sharded: Sequence[str], summed: Sequence[str]) -> Shards:
@@ -41,11 +41,17 @@ class Shards:
             sharded, summed: as :func:`plan` has them.
 
         Raises:
-            ValueError: a pattern names no layer, or the loss would be of a part.
+            ValueError: a pattern names no layer, both name one, or the loss would be of a part.
         """
         names = [layer.name for layer in profile.layers]
         adders = _matching("summed", summed, names)
-        holders = _matching("sharded", sharded, names) | adders
+        holders = _matching("sharded", sharded, names)
+        if both := sorted(holders & adders):
+            raise ValueError(
+                f"sharded: {list(sharded)}, summed: {list(summed)}: both name {names[both[0]]!r}: "
+                "what a layer makes either stays in parts or is added up. Name it in one of them"
+            )
+        holders |= adders
         workers = set(holders)
         for producer, consumer, _ in sorted(
             profile.microbatches[0].edges, key=lambda edge: edge[1]
@@ -60,6 +66,26 @@ class Shards:
                 "of summed"
             )
         return cls(holders, workers, adders)
+
+    def check_parts(self, profile: Profile, degree: int) -> None:
+        """Raises ValueError unless so many devices can have equal parts of what they cut.
+
+        Which of a parameter's dimensions a script cuts is not known, so that any may be the one.
+        What devices add up gets a bias once, which stays whole.
+        """
+        for line in profile.parameters:
+            name, _, rest = line.partition(" [")
+            shape = [int(size) for size in rest.partition("]")[0].split(", ") if size]
+            if math.prod(shape) == 1 or any(size % degree == 0 for size in shape):
+                continue
+            for i in self.holders - self.adders if len(shape) == 1 else self.holders:
+                layer = profile.layers[i].name
+                if name.startswith(f"{layer}."):
+                    raise ValueError(
+                        f"tensor_parallel: {degree}, layer {layer!r}: shape of {name}: {shape}: "
+                        "parts are equal, so the degree must divide one of these sizes. Give "
+                        "another degree, or leave the layer whole"
+                    )
 
     def gives_part(self, layer: int) -> bool:
         """Whether each device has a part of what the layer makes."""

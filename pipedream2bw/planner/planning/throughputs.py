@@ -12,9 +12,11 @@ from typing import Any
 
 from ...errors import DoesNotFit
 from ...json_document import Document
+from ...rules import instance
 from ...table import table
 from ..profiling.profile import Profile
-from .cluster import Cluster, DeviceType
+from .arguments import degrees_to_try
+from .cluster import Cluster, DeviceType, is_list
 from .planner import plan
 
 
@@ -24,7 +26,7 @@ class Throughput:
 
     Attributes:
         type, devices: the devices' name and number.
-        rows_per_second: 0 if the model does not fit.
+        rows_per_second: 0 if there is no plan.
         price_per_hour: of the devices that the plan uses.
         schedule: of the plan; "" if there is none.
         mesh: its sizes of "dp", "pp" and "tp".
@@ -33,11 +35,11 @@ class Throughput:
 
     type: str
     devices: int
-    rows_per_second: float
-    price_per_hour: float
-    schedule: str
-    mesh: Mapping[str, int]
-    lacks: str
+    rows_per_second: float = 0.0
+    price_per_hour: float = 0.0
+    schedule: str = ""
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    lacks: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,39 +99,52 @@ def throughputs(
     """Plans for 1, 2, 4, ... devices of each type, and for all of them.
 
     Args:
-        types: each has rows for up to its ``count``.
+        types: each has rows for up to its ``count``. Their names differ.
         cluster_of: gives devices of one type their links; without it they are the profile's.
-        tensor_parallel: of these degrees those that divide the devices are tried.
+        tensor_parallel: of these degrees those that divide the devices are tried. Without any
+            these devices do nothing, and their row says so. All must suit the layers.
         options: further ones of :func:`plan`.
 
     Raises:
-        ValueError, TypeError: as :func:`plan`, but for a model that does not fit some devices.
+        ValueError, TypeError: as :func:`plan`, but for a model that does not fit some devices; or
+            there are no types, or two of one name.
     """
-    degrees = [tensor_parallel] if isinstance(tensor_parallel, int) else list(tensor_parallel)
+    instance("a Profile", Profile).check("profile", profile)
     rows = []
-    for each in types:
-        powers = [2**k for k in range(each.count.bit_length())]
-        for count in sorted({*powers, each.count}):
-            some = dataclasses.replace(each, count=count)
-            tried = [degree for degree in degrees if count % degree == 0] or [min(degrees)]
-            rows.append(_row(profile, some, cluster_of([some]), tensor_parallel=tried, **options))
+    for each, tried in rows_of(types, tensor_parallel):
+        row = Throughput(type=each.name, devices=each.count)
+        if tried:
+            devices = cluster_of([each])
+            row = _planned(row, profile, devices=devices, tensor_parallel=tried, **options)
+        else:
+            given = f"tensor_parallel: {tensor_parallel}, devices: {each.count}"
+            row = dataclasses.replace(row, lacks=f"{given}: no degree divides them")
+        rows.append(row)
     return Throughputs(profile_fingerprint=profile.fingerprint, rows=tuple(rows))
 
 
-def _row(
-    profile: Profile, each: DeviceType, devices: list[DeviceType] | Cluster, **options: Any
-) -> Throughput:
-    row = Throughput(
-        type=each.name,
-        devices=each.count,
-        rows_per_second=0.0,
-        price_per_hour=0.0,
-        schedule="",
-        mesh={},
-        lacks="",
-    )
+def rows_of(
+    types: Sequence[DeviceType], tensor_parallel: int | Sequence[int]
+) -> list[tuple[DeviceType, list[int]]]:
+    """The devices of each row, and the degrees that divide them. Raises TypeError or ValueError."""
+    if not is_list(types) or not all(isinstance(each, DeviceType) for each in types):
+        raise TypeError(f"types: {types!r} given, it must be a list of DeviceTypes")
+    names = [each.name for each in types]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"types: {names}: there must be some, of different names")
+    degrees, rows = degrees_to_try(tensor_parallel), []
+    for each in types:
+        powers = [2**k for k in range(each.count.bit_length())]
+        for count in sorted({*powers, each.count}):
+            tried = [degree for degree in degrees if count % degree == 0]
+            rows.append((dataclasses.replace(each, count=count), tried))
+    return rows
+
+
+def _planned(row: Throughput, profile: Profile, **options: Any) -> Throughput:
+    """The row with what the best plan does, or with why there is none."""
     try:
-        made = plan(profile, devices=devices, **options)
+        made = plan(profile, **options)
     except DoesNotFit as error:
         return dataclasses.replace(row, lacks=str(error))
     said = ("rows_per_second", "price_per_hour", "schedule", "mesh")

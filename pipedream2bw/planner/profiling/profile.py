@@ -272,6 +272,10 @@ class Profile(Document):
         return f"Profile({self.in_words})"
 
     def __str__(self) -> str:
+        return f"{self.in_words}\n\n{self.table('a microbatch, all layers')}"
+
+    def table(self, title: str) -> str:
+        """What all layers take, by rows of a microbatch."""
         rows = [
             [
                 f"{each.rows}",
@@ -281,8 +285,7 @@ class Profile(Document):
             ]
             for each in self.microbatches
         ]
-        columns = ("rows", "forward", "backward", "activations")
-        return f"{self.in_words}\n\n{table('a microbatch, all layers', columns, rows)}"
+        return table(title, ("rows", "forward", "backward", "activations"), rows)
 
     @property
     def fingerprint(self) -> str:

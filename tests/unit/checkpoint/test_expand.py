@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,10 @@ def test_a_block_of_another_name_becomes_several(tmp_path: Path) -> None:
             opt.step()
         pd2.save(tmp_path, pipe, opt).wait()
         saved = {name: value.clone() for name, value in pipe.state_dict().items()}
+    pipe, opt = pipeline(Unrolled(), MAKERS["adamw"])
+    few = r"only here: \['blocks.0.0.weight', '[^\]]*\] and 3 more, only there: \['block[^\]]*\]$"
+    with pipe, pytest.raises(ValueError, match=few):
+        pd2.load(tmp_path, pipe, opt)
     for with_opt in (True, False):
         pipe, opt = pipeline(Unrolled(), MAKERS["adamw"])
         with pipe:
@@ -150,10 +155,26 @@ def test_what_cannot_be_expanded_is_refused_and_changes_nothing(tmp_path: Path) 
     with pipe:
         before = {name: value.clone() for name, value in pipe.state_dict().items()}
         for expand, match in [
-            (None, r"trained parameters: 9, the checkpoint has 6.*only here: \['2.0.weight'"),
-            ({"2": "1", "9": "1"}, "expand: '9': no parameter or buffer here has this name"),
-            ({"2": "0"}, r"only here: \['0.0.weight'"),
-            ({"2": "nowhere"}, r"only here: \['nowhere.0.weight'"),
+            (
+                None,
+                r"trained parameters: 9, the checkpoint has 6.*only here: \['2.0.weight'",
+            ),
+            (
+                {"2": "1", "9": "1"},
+                "expand: '9' from '1': no parameter or buffer here has the first",
+            ),
+            (
+                {"2": "0"},
+                "expand: '2' from '0': 2.0.weight would begin as 0.0.weight, which the che",
+            ),
+            (
+                {"2": "nowhere"},
+                "'2' from 'nowhere': 2.0.weight would begin as nowhere.0.weight, which .*step-",
+            ),
+            (
+                {"2.0.weight": "1.0.weight"},
+                r"only here: \['2.1.bias', '2.1.weight'\], only there: \[\]",
+            ),
             ({"2": "1", "2.0.weight": "3.bias"}, r"2.0.weight: shape \[6, 6\], the checkpoint has"),
         ]:
             with pytest.raises(ValueError, match=match):
@@ -163,3 +184,20 @@ def test_what_cannot_be_expanded_is_refused_and_changes_nothing(tmp_path: Path) 
         with pytest.raises(ValueError, match=r"expand: \{'2': '1'\}: step-0.* was imported"):
             pd2.load(tmp_path / "imported", pipe, opt, expand={"2": "1"})
         assert all(torch.equal(pipe.state_dict()[n], value) for n, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("expand", "rule"),
+    [
+        (["2"], "expand: list given, it must be a dict of names, those here with the checkpoint's"),
+        ([], "expand: list given, it must be a dict of names"),
+        ("2", "expand: '2' given, it must be a dict of names"),
+        (2, "expand: 2 given, it must be a dict of names"),
+        ({"2": 1}, "expand: {'2': 1}: 1 given, it must be a name"),
+        ({2: "1"}, "expand: {2: '1'}: 2 given, it must be a name"),
+    ],
+)
+def test_what_is_no_dict_of_names_is_refused(expand: Any, rule: str, tmp_path: Path) -> None:
+    pipe, opt = pipeline(apart(), MAKERS["sgd"])
+    with pipe, pytest.raises(TypeError, match=re.escape(rule)):
+        pd2.load(tmp_path, pipe, opt, expand=expand)

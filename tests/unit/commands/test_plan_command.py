@@ -122,6 +122,16 @@ def test_memory_schedules_and_topology_reach_the_planner(
     assert "memory" in tight
 
 
+def test_types_with_memory_of_their_own_need_no_other(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    types = ("--type", "v100:2,memory=1GiB", "--type", "t4:1,throughput=0.5,memory=2GiB")
+    asked = ("plan", *NEEDED[:4], "--batch", "32", *types)
+    told = printed(capsys, *asked)
+    assert told == printed(capsys, *asked, "--memory", "1kB")
+    assert printed(capsys, *asked, "--table").splitlines()[0] == "rows a second of the best plan"
+
+
 def test_every_option_reaches_the_planner(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     pd2.Calibration(1.0, 2.0**30).save(folder / "calibration.json")
     printed(
@@ -161,7 +171,9 @@ def test_the_least_price_or_memory_is_found_on_the_command_line(
         assert "price: " in printed(capsys, *priced)
         plan = pd2.Plan.load("plan.json")
         assert plan.price_per_hour == 2.5 * plan.num_devices
-    assert "--price is missing" in refused(capsys, *ASKED, "--objective", "cost")
+    assert "prices: none: give DeviceTypes with one, or --price" in refused(
+        capsys, *ASKED, "--objective", "cost"
+    )
     peaks = []
     for slack in ("0", "10"):
         printed(capsys, *ASKED, "--objective", "memory", "--slack", slack, "-o", "plan.json")
@@ -228,7 +240,7 @@ def test_a_devices_memory_is_that_of_all_its_stages() -> None:
 
 
 BAD: list[tuple[tuple[str, ...], str]] = [
-    (("plan", "--profile", "p.json"), "arguments are required: --memory, --batch"),
+    (("plan", "--profile", "p.json"), "arguments are required: --batch"),
     (
         ("plan", "--devices", "2", "--memory", "1GiB", "--batch", "4"),
         "--model --profile is required",
@@ -236,6 +248,11 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     ((*ASKED, "--profile", "p.json"), "--profile: not allowed with argument --model"),
     (("plan", *NEEDED, "--devices", "4", "--batch", "none"), "--batch: invalid int value"),
     ((*ASKED, "--memory", "16GBs"), "16GBs"),
+    (("plan", *NEEDED[:4], *ASKED[-4:]), "--memory: None, --type: None: give it, or each its"),
+    (
+        ("plan", *NEEDED[:4], "--batch", "4", "--type", "v100:2,memory=1GiB", "--type", "t4:1"),
+        "--memory: None, --type: ['v100:2,memory=1GiB', 't4:1']: give it, or each its memory=",
+    ),
     ((*ASKED, "--picture", "plan.gif"), "--picture: plan.gif, suffix: '.gif'"),
     ((*ASKED, "--dry", "v1000"), "--dry: 'v1000', known: "),
     ((*ASKED, "--rows", "1,x"), "--rows/--microbatch-rows: '1,x'"),

@@ -222,7 +222,7 @@ def test_auto_measures_and_keeps_the_profile(tmp_path: Path) -> None:
         ({"split": ["1"]}, ValueError, r"split: \['1'\], num_stages: 'auto'"),
         ({"width": 0}, ValueError, r"width: 0, it must be at least 1"),
         ({"width": 2}, ValueError, r"width: 2, processes: 1"),
-        ({"profile": 3}, TypeError, r"profile: int given"),
+        ({"profile": 3}, TypeError, r"profile: 3 given, it must be a Profile or a path"),
         ({"schedule": "3bw"}, ValueError, r"3bw"),
         ({"schedule": pd2.make_schedule("2bw", 2, 4)}, ValueError, r"give a schedule's name"),
         ({"recompute": True}, ValueError, r"recompute: True, of the plan: \[False"),

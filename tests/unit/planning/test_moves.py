@@ -154,8 +154,10 @@ def test_a_market_without_a_way_out_is_told() -> None:
         ),
         (
             {"copies": {("day", "dusk"): Copy(hours=0), ("night", "day"): Copy(hours=0)}},
-            "copies: 'day' to 'dusk', it must be of two of: day, night",
+            r"copies: \('day', 'dusk'\), it must be \(from, to\), two of: day, night",
         ),
+        ({"copies": {("day", "day"): Copy(hours=0)}}, r"copies: \('day', 'day'\), it must be"),
+        ({"copies": {"day": Copy(hours=0)}}, r"copies: 'day', it must be \(from, to\), two of"),
         ({"deadline": 5}, r"market day: prices of 4\.0 hours, deadline: 5 hours"),
         ({"rows": 90 * HOUR}, r"rows: 324000, most until the deadline of 4 hours: 28800"),
         ({"start": "dusk"}, "start: 'dusk', markets: day, night"),
@@ -166,4 +168,29 @@ def test_a_market_without_a_way_out_is_told() -> None:
 @pytest.mark.filterwarnings("ignore:market day")
 def test_what_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        cheapest_moves(**day_and_night(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"copies": {("day", "night"): 0.5}},
+            r"copies: \('day', 'night'\): 0.5 given, it must be a C",
+        ),
+        (
+            {"copies": [("day", "night")]},
+            r"copies: list given, it must be a dict of Copies by \(from",
+        ),
+        ({"copies": 0.5}, r"copies: 0.5 given, it must be a dict of Copies by \(from, to\)"),
+        (
+            {"markets": ["day", "night"]},
+            r"markets: \['day', 'night'\] given, it must be a list of Ma",
+        ),
+        ({"markets": "day"}, "markets: 'day' given, it must be a list of Markets"),
+        ({"markets": None}, "markets: None given, it must be a list of Markets"),
+    ],
+)
+def test_the_kind_of_an_argument_is_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         cheapest_moves(**day_and_night(**given))

@@ -5,6 +5,8 @@ Each model's layers are written down with what a device does of them at a degree
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -362,6 +364,11 @@ def test_a_degree_without_a_plan_is_told() -> None:
         ({"summed": ()}, ValueError, r"summed: \[\], the last layer is 'head'"),
         ({"sharded": (), "summed": ()}, ValueError, "tensor_parallel: 8, sharded: none, summed: n"),
         ({"objective": "memory"}, ValueError, "tensor_parallel: 1, 2, 4, 8, objective: 'memory'"),
+        (
+            {"sharded": ["*.up", "*.down"]},
+            ValueError,
+            r"sharded: .*, summed: .*: both name 'layers.0.down': what a layer makes either stays",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -379,3 +386,51 @@ def test_degrees_that_no_server_or_type_allows_are_refused() -> None:
     two = pd2.Cluster.servers(types, devices_per_server=4, inside=1e9, outside=1e9)
     with pytest.raises(ValueError, match=r"tensor_parallel: 2, throughputs .*: \[1\.0, 2\.0\]"):
         planned(TRANSFORMER, two, tensor_parallel=(1, 2))
+
+
+def middle(layers: Sequence[nn.Module], wide: int) -> pd2.Profile:
+    x = torch.ones(2, wide)
+    return pd2.profile(
+        nn.Sequential(*layers),
+        mse_loss,
+        example_args=(x,),
+        target=x,
+        dry=pd2.KNOWN_DEVICES["v100"],
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("wide", "narrow"), [(5, 12), (8, 6), (15, 7), (2, 4)])
+def test_each_degree_cuts_the_layers_into_equal_parts(wide: int, narrow: int, bias: bool) -> None:
+    layers = nn.Linear(wide, narrow, bias), nn.Tanh(), nn.Linear(narrow, wide), nn.Tanh()
+    profile = middle(layers, wide)
+    for degree in range(2, 9):
+        # Only the bias tells which dimension of the weight is cut.
+        fits = narrow % degree == 0 or (not bias and wide % degree == 0)
+        cut = "0.bias" if wide % degree == 0 and bias else "0.weight"
+        refused = f"tensor_parallel: {degree}, layer '0': shape of {cut}: "
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=refused):
+            pd2.plan(
+                profile,
+                devices=degree,
+                memory="1GB",
+                batch=2,
+                tensor_parallel=degree,
+                sharded="0",
+                summed="2",
+            )
+
+
+def test_a_degree_that_cuts_no_layer_is_not_left_out_of_a_list() -> None:
+    profile = middle([nn.Linear(8, 4), nn.Linear(4, 8), nn.Tanh()], 8)
+    sizes: dict[str, Any] = {"devices": 24, "memory": "1GB", "batch": 24}
+    with pytest.raises(ValueError, match=r"tensor_parallel: 3, layer '0': shape of .*: \[4, 8\]"):
+        pd2.plan(profile, **sizes, tensor_parallel=(1, 2, 3), sharded="0", summed="1")
+
+
+def test_a_scalar_and_the_bias_of_a_sum_stay_whole() -> None:
+    profile = middle([nn.Linear(3, 4), nn.Linear(4, 3), nn.Tanh()], 3)
+    scaled = (*profile.parameters, "0.scale [1] torch.float32", "0.shift [] torch.float32")
+    profile = dataclasses.replace(profile, parameters=scaled)
+    options: dict[str, Any] = {"sharded": "0", "summed": "1", "tensor_parallel": 4}
+    assert pd2.plan(profile, devices=4, memory="1GB", batch=2, **options).tensor_parallel == 4

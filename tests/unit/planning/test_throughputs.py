@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import pipedream2bw as pd2
-from pipedream2bw.planner.planning.throughputs import Throughputs, throughputs
+from pipedream2bw.planner.planning.throughputs import Throughput, Throughputs, throughputs
 from tests.unit.commands.test_plan_command import folder, printed, refused
 from tests.unit.planning.test_planner import made_profile
 
 __all__ = ["folder"]  # a fixture
 PROFILE = made_profile([1e-3] * 8)
+TYPE = pd2.DeviceType("x", 2)
 ASKED = (
     *("plan", "--model", "planned_model:build", "--dry", "v100", "--memory", "16GiB"),
     *("--batch", "32", "--table"),
@@ -53,20 +55,59 @@ def test_devices_that_the_model_does_not_fit_do_nothing(tmp_path: Path) -> None:
 
 
 def test_degrees_that_divide_the_devices_are_tried() -> None:
-    cut = {"tensor_parallel": (2, 4), "sharded": "*", "summed": "*"}
-    with pytest.raises(ValueError, match="tensor_parallel: 2, devices of type x: 1"):
-        throughputs(PROFILE, [pd2.DeviceType("x", 2)], memory="1GB", batch=32, **cut)
-    cut["tensor_parallel"] = (1, 2)
-    table = throughputs(PROFILE, [pd2.DeviceType("x", 3)], memory="1GB", batch=32, **cut)
-    assert [row.devices for row in table.rows] == [1, 2, 3]
+    def rows(count: int, *degrees: int) -> tuple[Throughput, ...]:
+        options = {"memory": "1GB", "batch": 32, "summed": "*", "tensor_parallel": degrees}
+        return throughputs(PROFILE, [pd2.DeviceType("x", count)], **options).rows
+
+    assert [row.devices for row in rows(3, 1, 2)] == [1, 2, 3]
+    one, two, three, four = *rows(3, 2, 4), rows(4, 4)[-1]
+    for row in (one, three):
+        assert (row.rows_per_second, row.schedule, row.mesh) == (0, "", {})
+        assert (
+            row.lacks == f"tensor_parallel: (2, 4), devices: {row.devices}: no degree divides them"
+        )
+    for row, degree in ((two, 2), (four, 4)):
+        assert row.rows_per_second > 0
+        assert (row.mesh["tp"], row.lacks) == (degree, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"types": []}, ValueError, r"types: \[\]: there must be some, of different names"),
+        ({"types": [TYPE, TYPE]}, ValueError, r"types: \['x', 'x'\]: there must be some, of diff"),
+        ({"types": ["v100"]}, TypeError, r"types: \['v100'\] given, it must be a list of DeviceTy"),
+        ({"types": "v100"}, TypeError, "types: 'v100' given, it must be a list of DeviceTypes"),
+        ({"types": 8}, TypeError, "types: 8 given, it must be a list of DeviceTypes"),
+        ({"profile": "gpt.json"}, TypeError, "profile: 'gpt.json' given, it must be a Profile"),
+        ({"tensor_parallel": 0}, ValueError, "tensor_parallel: 0, it must be at least 1"),
+        ({"tensor_parallel": []}, ValueError, "tensor_parallel: none, give at least one degree"),
+        ({"tensor_parallel": "2"}, TypeError, "tensor_parallel: '2' given, it must be whole numb"),
+    ],
+)
+def test_the_rule_of_an_argument_is_told(
+    given: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    arguments = {"profile": PROFILE, "types": [TYPE], "memory": "1GB", "batch": 32, **given}
+    with pytest.raises(kind, match=message):
+        throughputs(**arguments)
 
 
 def test_types_of_other_speed_have_degrees_of_their_own(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     types = ("--type", "v100:2", "--type", "t4:2,throughput=0.25")
-    degrees = ("--tensor-parallel", "1,2", "--sharded", "*", "--summed", "*")
+    degrees = ("--tensor-parallel", "1,2", "--summed", "*")
     assert "t4" in printed(capsys, *ASKED, *types, *degrees)
+
+
+def test_degrees_need_not_divide_the_devices_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    degrees = ("--type", "v100:3", "--summed", "*", "--tensor-parallel")
+    text = printed(capsys, *ASKED, *degrees, "2")
+    assert "v100 x 3: tensor_parallel: [2], devices: 3: no degree divides them" in text
+    assert "tensor_parallel: 0, it must be at least 1" in refused(capsys, *ASKED, *degrees, "0")
 
 
 def test_the_command_prints_and_writes_a_table(
@@ -96,6 +137,7 @@ def test_the_command_prints_and_writes_a_table(
         (("--type", "t4:4,price=x"), "--type: 'price=x', it must be a number"),
         (("--type", "v100:4", "--price", "1"), "--price: 1.0, --type: v100:4: it says price="),
         (("--devices", "4"), "--table: True, --type: None"),
+        (("--type", "t4:4", "--type", "t4:2"), "types: ['t4', 't4']: there must be some, of diff"),
         (
             ("--type", "v100:8", "--topology", "mesh:2x4,row=9GB/s,column=9GB/s"),
             "--table: True, --topology: mesh:2x4",
