@@ -302,8 +302,7 @@ bench: $(STAMPS)/test $(STAMPS)/delays
 	@echo "results: benchmarks/results/*.json"
 
 SMOKED := $(BENCHMARKS) benchmarks/models/survey.py $(PAPER)/reproduce.py $(PAPER)/scale.py \
-    $(STUDY)/study.py $(STUDY)/precision.py $(STUDY)/which_optimizer.py $(STUDY)/time_to_loss.py \
-    $(STUDY)/late_forwards.py
+    $(STUDY)/study.py $(STUDY)/precision.py $(STUDY)/time_to_loss.py $(STUDY)/late_forwards.py
 bench-smoke: $(STAMPS)/test $(STAMPS)/delays
 	@echo "== each benchmark at its smallest, a line for each: three minutes"
 	$(BIN)/python -m tests.smoke $(SMOKED)
@@ -338,11 +337,10 @@ matrix:
 study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)
 	$(BIN)/python $(STUDY)/precision.py --json $(STUDY)/precision.json --pictures $(STUDY)
-	$(BIN)/python $(STUDY)/which_optimizer.py --jobs 2 --json $(STUDY)/which_optimizer.json \
-	    --pictures $(STUDY)
-	for study in short long; do $(BIN)/python $(STUDY)/late_forwards.py $$study --jobs 2 \
+	for study in short remedies long; do $(BIN)/python $(STUDY)/late_forwards.py $$study --jobs 2 \
 	    --json $(STUDY)/late_forwards_$$study.json --pictures $(STUDY) || exit 1; done
-	$(BIN)/python $(STUDY)/time_to_loss.py --json $(STUDY)/time_to_loss.json
+	$(BIN)/python $(STUDY)/time_to_loss.py --json $(STUDY)/time_to_loss.json \
+	    --picture $(STUDY)/time_to_loss.png
 	@echo "results and pictures: $(STUDY)/*.json, $(STUDY)/*.png"
 
 clean:

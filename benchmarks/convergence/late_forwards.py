@@ -10,8 +10,8 @@ and twice that. ``long`` has 20 tokens per parameter, at the rate that is best w
 short. ``sample`` trains some of the runs by the pipeline itself, and by both ways of the emulation.
 
 What a run gave is a line of ``--kept``, written when it ends. A study that was cut off goes on
-where it was. On one core ``short`` takes six hours, ``long`` five, ``remedies`` one and ``sample``
-ten minutes.
+where it was. On one core ``short`` takes six hours, ``long`` seven, ``remedies`` one and
+``sample`` ten minutes.
 The first two passes of ``long``, a seed each, take two and a half hours.
 """
 
