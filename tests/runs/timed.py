@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def at_most_three_times(test: Callable[P, None]) -> Callable[P, None]:
+def at_most_three_times(test: Callable[P, R]) -> Callable[P, R]:
     """Runs a test again whose seconds were wrong: a busy machine is slow once, a fault always."""
 
     @functools.wraps(test)
-    def tried(*args: P.args, **kwargs: P.kwargs) -> None:
+    def tried(*args: P.args, **kwargs: P.kwargs) -> R:
         for _ in range(2):
             try:
                 return test(*args, **kwargs)

@@ -10,6 +10,7 @@ import pytest
 from pipedream2bw import _C
 from pipedream2bw.errors import PeerLost, PeerTimeout, StageError
 from pipedream2bw.ranks.deadline import Deadline
+from tests.runs.timed import at_most_three_times
 
 never = threading.Event()
 
@@ -22,12 +23,13 @@ def test_what_the_call_gives_is_returned() -> None:
     assert Deadline(60.0, _C.Fault()).wait("adding", lambda: 1 + 1) == 2
 
 
+@at_most_three_times
 def test_a_call_that_never_returns_is_a_timeout_of_the_whole_process() -> None:
     fault = _C.Fault()
     start = time.monotonic()
     with pytest.raises(PeerTimeout, match="adding: no answer") as raised:
         Deadline(0.2, fault).wait("adding", lambda: never.wait(10.0))
-    assert time.monotonic() - start < 9.0
+    assert time.monotonic() - start < 5.0
     assert raised.value.action == "adding"
     assert fault.raised
 

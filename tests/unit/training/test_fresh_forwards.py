@@ -363,8 +363,11 @@ def test_the_optimizers_state_names_them() -> None:
         opt.init_state()
         train(pipe, opt, batch, 2)
         state = opt.state_dict()
-        (numbers, split, kept) = state["late_forwards"].values()
-        assert (numbers, len(split), kept) == ([3, 2, 1], 2, {})
+        assert state["late_forwards"] == {
+            "late_forwards": [3, 2, 1],
+            "split": ["4", "7"],
+            "kept": {},
+        }
         opt.load_state_dict(state)
     pipe, opt, batch = start(update_slots=2)
     with pipe, pytest.raises(ValueError, match="late_forwards"):
