@@ -328,6 +328,7 @@ class _Prepared:
                 for seed in (session.random_seed, manifest.random_seed)
             ]
             raise ValueError(f"random: {kinds[0]!r}, the checkpoint has {kinds[1]!r}")
+        self._places = source.places(MODEL)
         self._expanded = self._expand(expand)
         self._check_names()
         tied = session.local_model.tied_names()
@@ -379,7 +380,7 @@ class _Prepared:
         """The names here that ``expand`` means, and those under which their values were saved."""
         local_model, source = self._session.local_model, self._source
         names = local_model.persistent_names().union(local_model.trainable_names())
-        tied, places = source.manifest.tied, source.places(MODEL)
+        tied = source.manifest.tied
         expanded = {}
         for here, there in expand.items():
             what = f"expand: {here!r} from {there!r}"
@@ -389,7 +390,7 @@ class _Prepared:
             for name in sorted(found):
                 saved = there + name.removeprefix(here)
                 expanded[name] = tied.get(saved, saved)
-                if expanded[name] not in places:
+                if expanded[name] not in self._places:
                     raise ValueError(
                         f"{what}: {name} would begin as {saved}, which the checkpoint "
                         f"{source.name} does not have. Give a name of the checkpoint's model"
@@ -425,7 +426,7 @@ class _Prepared:
             return {self._expanded.get(name, name) for name in names}
 
         mine, theirs = saved_names(local_model.trainable_names()), set(manifest.trainable)
-        here, places = saved_names(local_model.persistent_names()), self._source.places(MODEL)
+        here, places = saved_names(local_model.persistent_names()), self._places
         known_here, known_there = (mine, theirs) if self._opt is not None else (here, set(places))
         only_mine, only_theirs = sorted(mine - known_there), sorted(theirs - known_here)
         if only_mine or only_theirs:
@@ -490,7 +491,7 @@ class _Prepared:
                 )
 
         saved_as = self._saved_as(weights.in_root)
-        whole = self._read(source.places(MODEL), saved_as, weights.in_root, fits)
+        whole = self._read(self._places, saved_as, weights.in_root, fits)
         versions = {newest: whole}
         trained = set(source.manifest.trainable)
         older_too = {n: s for n, s in self._saved_as(weights.trainable).items() if s in trained}
