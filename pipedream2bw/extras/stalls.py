@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import operator
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from ..rules import instance
 from ..runtime.microbatch import Microbatch
 from ..schedules.events import Event
 
+_CALL = instance("a pd2.Microbatch", Microbatch)
 _WARMUP = 2  # batches before the first that are timed: memory is touched, kernels are chosen
 _RUNS = 3  # of each kind: a median of them is not that of one moment of a busy machine
 
@@ -215,7 +215,7 @@ def _measure(
     mine = getattr(loader, "num_workers", 0) or 1, getattr(loader, "prefetch_factor", 0) or 0
     workers, prefetched = zip(*pipe.session.control.told_by_all(mine), strict=True)
     # Ranks of a replica must take the same batches, whatever workers each of them has.
-    ahead = max(map(operator.mul, workers, prefetched))
+    ahead = max(w * p for w, p in zip(workers, prefetched, strict=True))
     opened = functools.partial(_repeatable, loader, math.lcm(*workers), ahead)
 
     def trained(stream: _Stream) -> tuple[list[float], list[dict[int, float]]]:
@@ -259,7 +259,7 @@ def _run(
         for number in range(1 + batches):
             try:
                 call: Any = as_call(stream.take())
-                instance("a pd2.Microbatch", Microbatch).check("what as_call gives", call)
+                _CALL.check("what as_call gives", call)
             except Exception as error:
                 text = f"data_stalls(): {type(error).__name__}: {error}"
                 with contextlib.suppress(ValueError):  # so that the other ranks do not wait

@@ -12,6 +12,9 @@ from ..rules import instance
 from .accumulation import BatchPart
 from .microbatch import Microbatch, SplitTree
 
+_PARTS = instance("a list of Microbatch", Iterable)
+_PART = instance("a Microbatch", Microbatch)
+
 
 class Listed(NamedTuple):
     """What a rank knows of ready-made microbatches, in their order; empty: nothing."""
@@ -87,8 +90,8 @@ class StepArguments(NamedTuple):
                 "a batch and microbatches= given, it must be one of them: each of "
                 "microbatches has its own arguments and target"
             )
-        instance("a list of Microbatch", Iterable).check("microbatches", self.microbatches)
+        _PARTS.check("microbatches", self.microbatches)
         parts = list(self.microbatches)
         for number, part in enumerate(parts):
-            instance("a Microbatch", Microbatch).check(f"microbatches[{number}]", part)
+            _PART.check(f"microbatches[{number}]", part)
         return [(f"microbatch {number}: ", part) for number, part in enumerate(parts)]
