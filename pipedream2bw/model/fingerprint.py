@@ -40,3 +40,9 @@ def describe_parameters(
         + ("" if parameter.requires_grad else " frozen")
         for name, parameter in root.named_parameters()
     )
+
+
+def name_and_shape(line: str) -> tuple[str, list[int]]:
+    """What a line of :func:`describe_parameters` says first."""
+    name, _, rest = line.partition(" [")
+    return name, [int(size) for size in rest.partition("]")[0].split(", ") if size]

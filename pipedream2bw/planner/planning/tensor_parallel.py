@@ -13,6 +13,7 @@ import fnmatch
 import math
 from collections.abc import Sequence, Set
 
+from ...model.fingerprint import name_and_shape
 from ..profiling.profile import MicrobatchProfile, Profile
 from .cluster import Cluster, DeviceType, Link
 
@@ -74,8 +75,7 @@ class Shards:
         What devices add up gets a bias once, which stays whole.
         """
         for line in profile.parameters:
-            name, _, rest = line.partition(" [")
-            shape = [int(size) for size in rest.partition("]")[0].split(", ") if size]
+            name, shape = name_and_shape(line)
             if math.prod(shape) == 1 or any(size % degree == 0 for size in shape):
                 continue
             for i in self.holders - self.adders if len(shape) == 1 else self.holders:
