@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+
+
+def mean_of_last(losses: Sequence[float]) -> float:
+    """The mean of the last 20 losses, or of all if there are fewer."""
+    last = losses[-20:]
+    return sum(last) / len(last)
 
 
 def draw_losses(losses: list[float], path: Path, unit: str = "nats per token") -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from byte_text import RandomBatches, load_text
 from gpt import GPT, Block, next_token_loss
-from loss_curve import draw_losses
+from loss_curve import draw_losses, mean_of_last
 from torch import nn
 
 import pipedream2bw as pd2
@@ -198,8 +198,7 @@ def main() -> None:
         served = {name: loss_of(pipe, tokens, asks) for name, asks in asking.items()}
         if pipe.rank == 0:
             draw_losses(losses + tuned, options.out / "loss.png")
-            recent = losses[-20:]
-            print(f"loss: {losses[0]:.3f} -> {sum(recent) / len(recent):.3f}")
+            print(f"loss: {losses[0]:.3f} -> {mean_of_last(losses):.3f}")
             print("held-out loss on the text of the fine-tuning:")
             for name, loss in alone.items():
                 print(f"  {name}: {loss:.4f}")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from byte_text import RandomBatches, load_text
 from gpt import GPT, next_token_loss
-from loss_curve import draw_losses
+from loss_curve import draw_losses, mean_of_last
 
 import pipedream2bw as pd2
 
@@ -110,10 +109,9 @@ def main() -> None:
         end = loss_of(pipe, tokens, target)
         if pipe.rank == 0:
             draw_losses(shared + apart, options.out / "loss.png")
-            mean = statistics.mean
-            print(f"shared blocks: loss: {shared[0]:.3f} -> {mean(shared[-20:]):.3f}")
+            print(f"shared blocks: loss: {shared[0]:.3f} -> {mean_of_last(shared):.3f}")
             print(f"delinked: held-out loss: {before:.5f} -> {after:.5f}")
-            print(f"blocks apart: loss: {apart[0]:.3f} -> {mean(apart[-20:]):.3f}")
+            print(f"blocks apart: loss: {apart[0]:.3f} -> {mean_of_last(apart):.3f}")
             print(f"held-out loss: {after:.3f} -> {end:.3f}", flush=True)
 
 

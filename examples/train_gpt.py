@@ -30,7 +30,7 @@ from compare_schedules import compare, record_timeline
 from generate_text import PROMPT, write_text
 from gpt import GPT, next_token_loss
 from gpt_options import parse_options
-from loss_curve import draw_losses
+from loss_curve import draw_losses, mean_of_last
 from train_and_save import train
 from word_text import load_words
 
@@ -105,14 +105,13 @@ def layout(schedule: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def report(losses: list[float], sample: bytes, table: str, out: Path) -> None:
     shown = sample.decode("utf-8", errors="replace")
-    tail = losses[-20:]
     print(f"\nthe trained model continues {PROMPT.decode()!r}:\n{'-' * 72}")
     print(
         "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in shown)
     )
     print("-" * 72)
     if losses:  # else all had been trained before
-        print(f"loss: {losses[0]:.3f} -> {sum(tail) / len(tail):.3f} nats per token")
+        print(f"loss: {losses[0]:.3f} -> {mean_of_last(losses):.3f} nats per token")
     if table:
         (out / "throughput.md").write_text(table + "\n", encoding="utf-8")
         print("\n" + table)

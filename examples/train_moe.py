@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from byte_text import RandomBatches, load_text
 from gpt import GPT, next_token_loss
-from loss_curve import draw_losses
+from loss_curve import draw_losses, mean_of_last
 from torch import nn
 
 import pipedream2bw as pd2
@@ -100,7 +100,7 @@ def main() -> None:
         shares = pipe.full_state_dict()  # of the whole model, on rank 0
         if pipe.rank == 0:
             draw_losses(values, options.out / "loss.png")
-            print(f"loss: {values[0]:.3f} -> {sum(values[-20:]) / len(values[-20:]):.3f}")
+            print(f"loss: {values[0]:.3f} -> {mean_of_last(values):.3f}")
             print("shares of the last block's experts:", end=" ")
             print(", ".join(f"{share:.2f}" for share in shares[last].tolist()), flush=True)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from byte_text import RandomBatches, load_text
 from gpt import GPT, next_token_loss
-from loss_curve import draw_losses
+from loss_curve import draw_losses, mean_of_last
 
 import pipedream2bw as pd2
 
@@ -72,8 +72,7 @@ def main() -> None:
         values = [float(loss) for loss in losses]
         if pipe.rank == 0:
             draw_losses(values, options.out / "loss.png")
-            last = values[-20:]
-            print(f"loss: {values[0]:.3f} -> {sum(last) / len(last):.3f}", flush=True)
+            print(f"loss: {values[0]:.3f} -> {mean_of_last(values):.3f}", flush=True)
 
 
 if __name__ == "__main__":

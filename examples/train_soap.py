@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from byte_text import RandomBatches, load_text
 from gpt import GPT, next_token_loss
-from loss_curve import draw_losses
+from loss_curve import draw_losses, mean_of_last
 
 import pipedream2bw as pd2
 
@@ -175,8 +175,7 @@ def main() -> None:
         events = timeline.gather()
         if pipe.rank == 0:
             draw_losses(losses, options.out / "loss.png")
-            recent = losses[-20:]
-            print(f"loss: {losses[0]:.3f} -> {sum(recent) / len(recent):.5f}")
+            print(f"loss: {losses[0]:.3f} -> {mean_of_last(losses):.5f}")
             print(f"{1000 * seconds / options.steps:.1f} ms a batch")
             batch = events[0].batch + 1
             mine = [slot for slot in pd2.idle_slots(events, batch) if slot.rank == 0]

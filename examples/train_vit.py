@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 import torch
-from loss_curve import draw_losses
+from loss_curve import draw_losses, mean_of_last
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -95,7 +95,7 @@ def main() -> None:
         values = [float(loss) for loss in losses]
         if pipe.rank == 0:
             draw_losses(values, options.out / "loss.png", "nats per image")
-            print(f"loss: {values[0]:.3f} -> {sum(values[-20:]) / len(values[-20:]):.3f}")
+            print(f"loss: {values[0]:.3f} -> {mean_of_last(values):.3f}")
         pipe.eval()
         logits = pipe(images[held_out])
         if logits is not None:  # only the process of the last stage has the output
