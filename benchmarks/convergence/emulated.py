@@ -129,7 +129,7 @@ class Emulated:
             old.copy_(new)
         for each in optimizer if isinstance(optimizer, list) else [optimizer]:
             each.step()
-        if self._feedback and self._num_steps > max(0, self._warmup_batches - 1):
+        if self._feedback and self._num_steps >= max(1, self._warmup_batches):  # the first has none
             steps = [new - old for new, old in zip(self._news, self._olds, strict=True)]
             if self._kept is not None:
                 changes = zip(self._news, steps, self._kept, self._shares, strict=True)

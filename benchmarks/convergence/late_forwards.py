@@ -81,8 +81,8 @@ def soap(
 ) -> list[torch.optim.Optimizer]:
     from pytorch_optimizer import SOAP
 
-    every = {"precondition_frequency": precondition_frequency}
-    return [SOAP([p for _, p in named], lr=lr, **every)]
+    parameters = [p for _, p in named]
+    return [SOAP(parameters, lr=lr, precondition_frequency=precondition_frequency)]
 
 
 OPTIMIZERS: dict[str, Make] = {

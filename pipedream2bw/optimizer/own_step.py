@@ -113,7 +113,7 @@ class StageStepper:
 
 
 Steppers = Mapping[tuple[int, int], StageStepper]
-"""Those of several optimizers, by the optimizer's number and the stage."""
+"""The steppers of several optimizers, by the optimizer's number and the stage."""
 
 
 def steps_in(

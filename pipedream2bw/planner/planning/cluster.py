@@ -248,7 +248,7 @@ def _check_prices(name: str, given: object) -> None:
 
 
 def is_list(given: object) -> TypeGuard[Sequence[Any]]:
-    """Whether it is a sequence, and no str."""
+    """Whether a value is a list, a tuple or another sequence that is no str."""
     return isinstance(given, Sequence) and not isinstance(given, str)
 
 
