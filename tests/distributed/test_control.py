@@ -20,9 +20,10 @@ from pipedream2bw.ranks.agreement import ControlPlane
 from pipedream2bw.ranks.deadline import Deadline
 from pipedream2bw.ranks.operations import Announcement, Operation
 from tests.distributed.test_exactness import check, replicas_follow_the_mean
+from tests.exhaustive import exhaustive
 from tests.runs.launch import RankResult, run_ranks
 from tests.runs.trajectory import sgd
-from tests.runs.transports import GLOO, SHARED_MEMORY, TRANSPORTS, TWO_MACHINES, over
+from tests.runs.transports import GLOO, SHARED_MEMORY, TWO_MACHINES, over
 from tests.samples.models import TASKS
 
 SOON = 5.0
@@ -194,7 +195,7 @@ def train(rank: int, world: int) -> None:
 # ---------------------------------------------------------------- what they must have seen
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=[SHARED_MEMORY, TWO_MACHINES, *exhaustive(GLOO)])
 def results(request: pytest.FixtureRequest) -> tuple[str, list[RankResult]]:
     return request.param, run_ranks(over, 3, args=(request.param, agree), timeout=100)
 
@@ -305,7 +306,7 @@ def test_waiting_for_a_rank_that_has_closed_ends(results: Results) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, TWO_MACHINES, *exhaustive(GLOO)])
 def test_a_lost_rank_is_noticed_by_all_that_wait_for_it(transport: str) -> None:
     results = run_ranks(over, 3, args=(transport, lose_one), timeout=60, expect_failure=True)
     assert [result.exit_code for result in results] == [0, 7, 0]
@@ -325,6 +326,6 @@ def test_all_use_gloo_if_one_rank_cannot_reach_the_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, TWO_MACHINES, *exhaustive(GLOO)])
 def test_losses_of_pipelines_and_replicas_are_those_of_the_unsplit_model(transport: str) -> None:
     run_ranks(over, 4, args=(transport, train), timeout=150)

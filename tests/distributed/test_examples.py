@@ -145,9 +145,8 @@ def test_shards_without_processes_of_their_own_are_refused() -> None:
 @pytest.mark.parametrize(
     ("example", "more"),
     [
-        ("train_delinked.py", []),
         ("serve_bitdelta.py", ["--fine-tune-steps=2"]),
-        ("train_soap.py", []),
+        *exhaustive(("train_delinked.py", []), ("train_soap.py", [])),
     ],
 )
 def test_the_mean_of_few_losses_is_told(
@@ -313,7 +312,7 @@ def test_gpt_that_is_told_to_end_goes_on_with_the_same_bits(tmp_path: Path, text
     assert weights_of("run") == weights_of("undisturbed")
 
 
-@pytest.mark.parametrize("example", ["train_moe.py", "train_muon.py"])
+@pytest.mark.parametrize("example", ["train_moe.py", *exhaustive("train_muon.py")])
 def test_small_gpts_learn(tmp_path: Path, text: Path, example: str) -> None:
     pytest.importorskip("matplotlib")
     tiny = ["--layers=2", "--width=32", "--context=32", "--steps=30"]

@@ -17,8 +17,9 @@ from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
 from pipedream2bw.optimizer import optimizer
+from tests.exhaustive import exhaustive
 from tests.runs.launch import RankResult, run_ranks
-from tests.runs.transports import OF_TWO_RANKS, TRANSPORTS, over
+from tests.runs.transports import GLOO, OF_TWO_RANKS, SHARED_MEMORY, TWO_MACHINES, over
 
 X = torch.arange(24.0).reshape(6, 4).sin()
 Y = torch.arange(24.0).reshape(6, 4).cos()
@@ -346,7 +347,7 @@ def test_an_error_in_one_replica_discards_the_batch_of_all_and_a_killed_one_ends
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, TWO_MACHINES, *exhaustive(GLOO)])
 def test_a_killed_stage_ends_all_others(transport: str) -> None:
     results = run_ranks(
         over, 3, args=(transport, killed_in_the_middle), timeout=150, expect_failure=True
@@ -355,7 +356,7 @@ def test_a_killed_stage_ends_all_others(transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, TWO_MACHINES, *exhaustive(GLOO)])
 def test_a_stage_that_hangs_is_a_timeout_of_all(transport: str) -> None:
     for result in run_ranks(over, 3, args=(transport, hanging), timeout=150):
         seen = result.value["hanging"]

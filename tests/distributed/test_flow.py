@@ -123,7 +123,7 @@ def test_what_flows_in_processes_equals_the_definition(num_ranks: int) -> None:
     assert all(result.value[1] == results[0].value[1] for result in results)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # threads have compiled stages, and processes all else
 @pytest.mark.timeout(300)
 def test_stages_are_compiled_in_processes() -> None:
     run_ranks(compiled_stages, 2, timeout=280)

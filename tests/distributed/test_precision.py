@@ -115,11 +115,11 @@ def narrow_gradients(rank: int, world: int, width: int) -> None:
         check(width, "2bw", "bf16", shard_state=True, **NARROW)
 
 
-@pytest.mark.parametrize(("world", "width"), [(2, 1), (4, 2), *exhaustive((2, 2))])
+@pytest.mark.parametrize(("world", "width"), [(4, 2), *exhaustive((2, 1), (2, 2))])
 def test_masters_and_scales_are_the_definitions(world: int, width: int) -> None:
     run_ranks(masters, world, args=(width,), timeout=180.0)
 
 
-@pytest.mark.parametrize(("world", "width"), [(2, 1), (4, 2), *exhaustive((2, 2), (4, 4))])
+@pytest.mark.parametrize(("world", "width"), [(4, 2), *exhaustive((2, 1), (2, 2), (4, 4))])
 def test_sums_in_bfloat16_are_the_definitions(world: int, width: int) -> None:
     run_ranks(narrow_gradients, world, args=(width,), timeout=180.0)

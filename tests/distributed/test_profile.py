@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import pipedream2bw as pd2
+from tests.exhaustive import exhaustive
 from tests.runs.launch import in_turn, run_ranks
 
 
@@ -51,7 +52,7 @@ def mistaken(rank: int, world_size: int) -> list[str]:
     return reasons
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *exhaustive(2)])
 def test_all_ranks_get_one_profile_with_links_between_them(world_size: int) -> None:
     results = run_ranks(in_turn, world_size, args=(profiled, mistaken), timeout=120)
     profiles = [result.value[0] for result in results]

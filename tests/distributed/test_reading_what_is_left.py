@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from tests.exhaustive import exhaustive
 from tests.references.oracle import Oracle
 from tests.runs.discarding import WIDTH, batches
 from tests.runs.launch import run_ranks
 from tests.runs.trajectory import copy_of
-from tests.runs.transports import TRANSPORTS, over
+from tests.runs.transports import GLOO, SHARED_MEMORY, TWO_MACHINES, over
 
 M, ROWS, COUNT = 4, 8, 12
 KILLED_IN, D = 6, 3
@@ -96,7 +97,7 @@ def by_oracle(schedule: str) -> list[tuple[dict[str, torch.Tensor], dict[str, to
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, TWO_MACHINES, *exhaustive(GLOO)])
 def test_after_a_process_was_killed_the_others_read_their_last_whole_update(
     transport: str, schedule: str
 ) -> None:

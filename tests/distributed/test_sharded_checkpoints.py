@@ -17,6 +17,7 @@ from pipedream2bw.checkpoint.folder import Folder
 from pipedream2bw.checkpoint.other_formats import export
 from pipedream2bw.checkpoint.source import Source, damage_of
 from tests.distributed.test_mesh import M, draw
+from tests.exhaustive import exhaustive
 from tests.runs.launch import run_ranks
 from tests.samples.tensor_parallel import SHARDS_OF_BLOCK, Block, Parallelized
 
@@ -152,7 +153,7 @@ def test_each_process_of_a_stage_has_its_own_buffers_back(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["by hand", "DTensors"])
+@pytest.mark.parametrize("kind", ["DTensors", *exhaustive("by hand")])
 def test_a_run_goes_on_in_another_shape(tmp_path: Path, kind: str) -> None:
     folder = str(tmp_path / "run")
     saved = run_ranks(save, 4, args=("tp2.pp2", kind, folder), timeout=120)[0].value

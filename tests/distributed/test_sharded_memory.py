@@ -184,7 +184,7 @@ def trained_one_batch(
 
 @pytest.mark.parametrize(
     ("options", "whole", "world"),
-    [(HALF, 8, 2), *exhaustive((NARROW, 6, 4), (HALF, 8, 4), (NARROW, 6, 2))],
+    exhaustive((HALF, 8, 2), (NARROW, 6, 4), (HALF, 8, 4), (NARROW, 6, 2)),
 )
 def test_a_process_grows_by_6_or_8_and_12_over_w_bytes_a_parameter(
     options: dict[str, Any], whole: int, world: int

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.exhaustive import exhaustive
 from tests.runs.network import switch
 from tests.runs.stopping import UNPLUGGED, Case, survivors_of
 from tests.runs.timed import at_most_three_times
@@ -13,10 +14,12 @@ from tests.runs.transports import GLOO
 
 # Rank 0 has the store to which failures are told.
 CASES = [
-    Case("2bw", 2, 1, 0, UNPLUGGED, "training", GLOO, delay=0.1),
     Case("2bw", 2, 1, 1, UNPLUGGED, "training", GLOO, delay=0.1, tidy=False),
     Case("2bw", 3, 1, 0, UNPLUGGED, "training", GLOO, delay=0.05, clips=True),
-    Case("2bw", 3, 1, 1, UNPLUGGED, "training", GLOO, delay=0.1),
+    *exhaustive(
+        Case("2bw", 2, 1, 0, UNPLUGGED, "training", GLOO, delay=0.1),
+        Case("2bw", 3, 1, 1, UNPLUGGED, "training", GLOO, delay=0.1),
+    ),
 ]
 
 

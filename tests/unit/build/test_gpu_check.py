@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.exhaustive import exhaustive
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import running
 from tests.gpu_check.device import Device
@@ -140,7 +141,7 @@ def command_on(
     return found
 
 
-@pytest.mark.parametrize("why", ["the build", "the deadline"])
+@pytest.mark.parametrize("why", ["the deadline", *exhaustive("the build")])
 def test_what_is_not_begun_has_failed(
     why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

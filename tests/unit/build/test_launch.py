@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.exhaustive import exhaustive
 from tests.runs.launch import RankError, run_ranks
 
 
@@ -116,7 +117,7 @@ def test_expected_failure_returns_exit_codes(fresh: bool) -> None:
         run_ranks("def main(*_): pass", 1, rendezvous="none", expect_failure=True)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("fresh", [False, *exhaustive(True)])
 def test_timeout_dumps_stacks_and_leaves_no_process(tmp_path: Path, fresh: bool) -> None:
     with pytest.raises(RankError, match=r"ranks \[1\] did not end within 8.0 s") as caught:
         run_ranks(

@@ -143,7 +143,7 @@ MODELS = {
     "t5": (t5, translation),
     "vit": (vit, image),
 }
-SIMPLER = ("gpt2-mask", "llama")
+SIMPLER = ("gpt2-mask", "llama", "bert", "gpt2")
 
 
 def test_an_export_does_not_note_where_operators_are_called() -> None:

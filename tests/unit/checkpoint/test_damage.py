@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import exhaustive
 from tests.runs.damaging import KINDS, Victim
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[KINDS[-1], *exhaustive(*KINDS[:-1])])
 def victim(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Victim]:
     with contextlib.closing(Victim(tmp_path, request.param)) as made:
         yield made

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from tests.exhaustive import exhaustive
 from tests.samples.changed_models import CHANGES, WIDTH, batches, model_of, unsplit_losses
 
 NUM_BATCHES, M = 5, 2
@@ -84,9 +85,15 @@ def losses_with(
         return [float(each) for each in got], want
 
 
-@pytest.mark.parametrize("is_opaque", [False, True])
-@pytest.mark.parametrize("is_traced", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+@pytest.mark.parametrize(
+    # All pairs of them.
+    ("schedule", "is_traced", "is_opaque"),
+    [
+        *(("1f1b", False, False), ("1f1b", True, True), ("2bw", False, True), ("2bw", True, False)),
+        *exhaustive(("1f1b", False, True), ("1f1b", True, False)),
+        *exhaustive(("2bw", False, False), ("2bw", True, True)),
+    ],
+)
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_change_after_a_flush_is_followed_or_refused(
     kind: str, schedule: str, is_traced: bool, is_opaque: bool

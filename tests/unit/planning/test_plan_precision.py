@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from tests.exhaustive import exhaustive
 
 X, Y = torch.arange(128.0).reshape(8, 16).sin(), torch.arange(128.0).reshape(8, 16).cos()
 
@@ -176,7 +177,7 @@ def test_a_dry_profile_knows_the_optimizer_on_the_host_from_the_figures() -> Non
             update(dry(**{missing: None}))
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("has_norm", [True, *exhaustive(False)])
 def test_auto_measures_the_weights_that_stages_have(has_norm: bool, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     whole = model(has_norm=has_norm)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from tests.exhaustive import exhaustive
 from tests.runs.rank_process import ROOT
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
@@ -98,7 +99,7 @@ def test_workers_of_a_loader_that_know_the_pipeline_end() -> None:
     assert printed.split() == ["True"]
 
 
-@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("closes", [True, *exhaustive(False)])
 def test_threads_that_call_at_once_are_told_one_at_a_time(closes: bool) -> None:
     printed = run(f"""
         def evaluate():

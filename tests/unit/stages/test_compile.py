@@ -87,7 +87,7 @@ def test_options_go_to_torch_compile_and_rows_may_change() -> None:
     assert counters["stats"]["unique_graphs"] <= 4
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("backend", ["aot_eager", *exhaustive("inductor")])
 def test_compiled_stages_draw_the_same_numbers_in_every_run(backend: str) -> None:
     task = dataclasses.replace(TASKS["dropout in eval"], training=True)
     batches = task.batches([8] * 4)
@@ -113,7 +113,7 @@ class Breaking(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["2bw_split", "zero_bubble"])
-@pytest.mark.parametrize("layer", [Breaking, nn.GELU])
+@pytest.mark.parametrize("layer", [nn.GELU, *exhaustive(Breaking)])
 def test_compiled_stages_of_split_backwards(schedule: str, layer: Any) -> None:
     def model() -> nn.Module:
         return nn.Sequential(

@@ -63,7 +63,7 @@ def test_2bw_trains_as_its_definition_says(name: str, tmp_path: Path) -> None:
     assert log_of(synchronous)[2]["loss"] != pytest.approx(log_of(ours)[2]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+@pytest.mark.parametrize("schedule", ["2bw", *exhaustive("1f1b")])
 @pytest.mark.parametrize("step", [2, *exhaustive(3)])  # in the middle of an epoch, and at its end
 def test_a_run_goes_on_with_the_same_bits(schedule: str, step: int, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {

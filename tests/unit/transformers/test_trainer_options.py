@@ -46,8 +46,8 @@ def options_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     [
         ({"activation_checkpointing": True}, {"recompute": True}),
         (
-            {"torch_compile": True, "torch_compile_backend": "aot_eager"},
-            {"compile": {"backend": "aot_eager"}},
+            {"torch_compile": True, "torch_compile_backend": "eager"},
+            {"compile": {"backend": "eager"}},
         ),
     ],
     ids=["recomputed", "compiled"],
