@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import pipedream2bw as pd2
 from tests.device.on_device import batch_on, check_on_device, on, places
+from tests.exhaustive import exhaustive
 from tests.runs.trajectory import Trajectory, assert_same, copy_of, go_on, make_pipeline
 from tests.samples.models import Task
 from tests.samples.schedule_sizes import sizes_for
@@ -86,11 +87,11 @@ def test_every_schedule_is_the_oracles(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "optimizer", "precision"),
     [
-        each
+        pytest.param(*each, marks=() if is_often else pytest.mark.exhaustive)
         for number, each in enumerate(
             itertools.product(pd2.schedule_names(), OPTIMIZERS, PRECISIONS)
         )
-        if number % 3 == 0 or each[0] in ("2bw", "1f1b")
+        if (is_often := number % 7 == 0 or each[0] == "2bw") or number % 3 == 0 or each[0] == "1f1b"
     ],
 )
 def test_it_is_the_cpus_optimizer_to_the_bit(schedule: str, optimizer: str, precision: str) -> None:
@@ -147,7 +148,7 @@ def test_a_backward_whose_gradients_are_fetched_in_it_is_not_recorded(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("schedule", ["2bw", "chimera", "1f1b"])
+@pytest.mark.parametrize("schedule", ["2bw", "chimera", *exhaustive("1f1b")])
 def test_tied_gradients_are_summed(schedule: str, precision: str) -> None:
     task = Task(TIED["language model"].build, TIED["language model"].draw, float_token_loss)
     options: dict[str, Any] = {"schedule": schedule, "split": ["blocks.2"]}

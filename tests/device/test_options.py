@@ -44,7 +44,7 @@ def check(task: Task, num_stages: int, m: int, optimizer: str, **options: Any) -
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("schedule", ["2bw", "1f1b", "chimera", "pipedream"])
+@pytest.mark.parametrize("schedule", ["2bw", "chimera", *exhaustive("1f1b", "pipedream")])
 def test_optimizers_and_precisions(schedule: str, optimizer: str, precision: str) -> None:
     m = 1 if schedule == "pipedream" else 4
     check(SKIPS, 4, m, optimizer, schedule=schedule, **PRECISIONS[precision])

@@ -21,10 +21,10 @@ WAIT, RECORD, HOST = (
 @pytest.mark.parametrize(
     ("name", "every", "needed"),
     [
-        ("2bw, skips, clipping", 20, [WAIT, RECORD]),
-        ("optimizer on the host", 12, [WAIT, RECORD, HOST]),
-        ("graphs", 25, [WAIT, RECORD]),
-        ("saves", 25, [WAIT]),
+        ("2bw, skips, clipping", 30, [WAIT, RECORD]),
+        ("optimizer on the host", 18, [WAIT, RECORD, HOST]),
+        ("graphs", 37, [WAIT, RECORD]),
+        ("saves", 37, [WAIT]),
     ],
 )
 def test_nothing_that_is_left_out_is_missed(

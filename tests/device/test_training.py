@@ -6,12 +6,14 @@ import pytest
 
 import pipedream2bw as pd2
 from tests.device.on_device import check_on_device
+from tests.exhaustive import exhaustive
 from tests.samples.models import TASKS
 from tests.samples.schedule_sizes import sizes_for
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("recompute", "num_devices"), [(False, 2), (True, 1), *exhaustive((False, 1), (True, 2))]
+)
 @pytest.mark.parametrize("schedule", pd2.schedule_names())
 def test_every_schedule(schedule: str, recompute: bool, num_devices: int) -> None:
     for num_stages in (2, 4):
