@@ -217,8 +217,7 @@ class Saver:
         nonce = f"{self.run}{next(self._numbers):04d}"
         manifest = dataclasses.replace(manifest, nonce=nonce)
         memory = self._memory.pop() if self._memory else HostMemory()
-        name = name_of(manifest.batch, manifest.nonce)
-        saving = Saving(session, self.folder, name)
+        saving = Saving(session, self.folder, name_of(manifest.batch, nonce))
         snapshot = begin_snapshot(
             session,
             optimizer,
@@ -231,27 +230,15 @@ class Saver:
         # Nothing that the thread holds refers to the pipeline: it would not end when it is dropped.
         free = self._memory
         saving.done.add_done_callback(lambda _: free.append(memory))
-        fault, ending = session.control.fault, weakref.ref(session.ending)
-
-        def is_ended() -> bool:
-            return fault.raised or (alive := ending()) is None or not alive.is_open
-
-        def has_failed() -> bool:
-            return fault.raised or ((alive := ending()) is not None and alive.has_failed)
-
         Writer(
-            folder=self.folder,
-            name=name,
+            saving=saving,
             snapshot=snapshot,
             manifest=manifest,
             own=own,
             num_ranks=session.control.size,
-            is_ended=is_ended,
-            has_failed=has_failed,
-            timeout=session.control.timeout,
             runs=runs,
             then=then,
-        ).start(saving)
+        ).start()
         return saving
 
     def _known_now(self) -> tuple[Manifest, RankPart, dict[str, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 import time
@@ -63,16 +62,31 @@ class Saving:
     def __init__(self, session: Session, folder: Folder, name: str) -> None:
         self.step = step_of(name)
         self.path = f"{folder.path.rstrip('/')}/{name}"
-        self._thread, self._train_steps = threading.get_ident(), session.num_train_steps
+        self._thread = threading.get_ident()
         self.snapshot: Future[None] = _Awaited(self)
         self.done: Future[None] = _Awaited(self)
         # Done in the batch or the drain that copies the state; ``snapshot`` soon after it.
         self.copied: Future[None] = Future()
         self.seconds: dict[str, float] = {}
         """How long each part took: ``snapshot``, ``write``, ``commit``."""
-        self._session = weakref.ref(session)
-        self._folder = folder.path
-        self._timeout = session.control.timeout
+        self.train_steps = session.num_train_steps
+        """How many there had been before."""
+        self.seen_copied = math.inf
+        """When everything was seen to be copied: no batch has to come for it any more."""
+        self.saw_evaluation = False
+        """Whether there was one since it began."""
+        self.folder, self.name, self.timeout = folder, name, session.control.timeout
+        # The thread that writes has this, too: a pipeline that is dropped ends nevertheless.
+        self._session, self._ending = weakref.ref(session), weakref.ref(session.ending)
+        self._fault = session.control.fault
+
+    def is_ended(self) -> bool:
+        """Whether the pipeline has ended, so that nothing will be copied any more."""
+        return self._fault.raised or (ending := self._ending()) is None or not ending.is_open
+
+    def has_failed(self) -> bool:
+        """Whether it has ended by a failure, so that other ranks may have ended, too."""
+        return self._fault.raised or ((e := self._ending()) is not None and e.has_failed)
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until the checkpoint is whole. Drains; every rank calls it.
@@ -96,7 +110,7 @@ class Saving:
             session.flush_for(Operation.flush, check)
         else:
             check()
-        seconds = self._timeout if timeout is None else timeout
+        seconds = self.timeout if timeout is None else timeout
         if not done_by(self.done, time.monotonic() + seconds):
             raise self.too_long(seconds)
         self.done.result()
@@ -112,7 +126,7 @@ class Saving:
             return
         # Buffers are copied as the next batch begins, weights when their update has been made.
         needed = max(1, session.schedule.most_batches_behind)
-        later = session.num_train_steps - self._train_steps
+        later = session.num_train_steps - self.train_steps
         if threading.get_ident() != self._thread or later >= needed:
             return
         if session.grid.in_processes:
@@ -124,23 +138,10 @@ class Saving:
 
     def too_long(self, seconds: float | None = None) -> TimeoutError:
         """Says that it has not ended within so many seconds, or those of the pipeline."""
-        seconds = self._timeout if seconds is None else seconds
-        return TimeoutError(f"{self._folder}: checkpoint {self.step} took more than {seconds:g} s")
-
-
-@dataclasses.dataclass(eq=False)
-class _UnderWay:
-    """A save, and how many train_steps there had been before.
-
-    Attributes:
-        copied: when everything was seen to be copied: no batch has to come for it any more.
-        saw_evaluation: whether there was one since it began.
-    """
-
-    saving: Saving
-    train_steps: int
-    copied: float = math.inf
-    saw_evaluation: bool = False
+        seconds = self.timeout if seconds is None else seconds
+        return TimeoutError(
+            f"{self.folder.path}: checkpoint {self.step} took more than {seconds:g} s"
+        )
 
 
 class SavesUnderWay:
@@ -155,7 +156,7 @@ class SavesUnderWay:
         self._session = session
         self._path = path
         self._frequency = frequency
-        self._all: list[_UnderWay] = []
+        self._all: list[Saving] = []
         # Which took too long and count as failed; a file system that hangs holds them and a copy
         # of the state each.
         self._late: list[Saving] = []
@@ -165,10 +166,10 @@ class SavesUnderWay:
     @property
     def savings(self) -> tuple[Saving, ...]:
         """The saves that this process knows not to have ended, oldest first."""
-        return tuple(each.saving for each in self._all)
+        return tuple(self._all)
 
     def add(self, saving: Saving) -> None:
-        self._all.append(_UnderWay(saving, self._session.num_train_steps))
+        self._all.append(saving)
 
     def see_evaluation(self) -> None:
         """Copies may wait for it."""
@@ -226,8 +227,8 @@ class SavesUnderWay:
         for each in list(self._all):
             if session.num_train_steps - each.train_steps < behind:
                 continue
-            each.copied = min(each.copied, time.monotonic())
-            done_by(each.saving.done, min(self._last(each), end), is_discarded)
+            each.seen_copied = min(each.seen_copied, time.monotonic())
+            done_by(each.done, min(each.seen_copied + each.timeout, end), is_discarded)
             # A save may wait for a batch that is discarded; the next agreement ends both.
             if not self._end(each) and not is_discarded():
                 return False
@@ -236,30 +237,26 @@ class SavesUnderWay:
     def look(self) -> None:
         """Looks which have ended, without waiting."""
         for each in list(self._all):
-            if each.saving.snapshot.done():  # no batch has to come: it is being written
-                each.copied = min(each.copied, time.monotonic())
+            if each.snapshot.done():  # no batch has to come: it is being written
+                each.seen_copied = min(each.seen_copied, time.monotonic())
             self._end(each)
 
-    def _last(self, each: _UnderWay) -> float:
-        return each.copied + self._session.control.timeout
-
-    def _end(self, each: _UnderWay) -> bool:
+    def _end(self, saving: Saving) -> bool:
         """Says whether one has ended or takes too long; then it is under way no more."""
-        saving = each.saving
         if saving.done.done():
             error = saving.done.exception()
-        elif time.monotonic() >= self._last(each):
+        elif time.monotonic() >= saving.seen_copied + saving.timeout:
             error = saving.too_long()
             self._late.append(saving)
         else:
             return False
-        self._all.remove(each)
+        self._all.remove(saving)
         if error is not None:
             self.failed(saving.step, error)
             return True
         self._failures = 0
         seconds = dict(saving.seconds)
-        if each.saw_evaluation:  # for which the copies may have waited
+        if saving.saw_evaluation:  # for which the copies may have waited
             del seconds["snapshot"]
         self._frequency.save_ended(sum(seconds.values()))
         return True

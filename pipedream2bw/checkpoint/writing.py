@@ -18,7 +18,6 @@ from ..json_document import Field
 from ..optimizer.state_by_name import STAGES
 from .commit import clean, commit, failed_name, is_whole, part_name
 from .encoding import encode
-from .folder import Folder
 from .manifest import Manifest, RankPart
 from .saving import Saving
 from .snapshot import RANK, Snapshot, wait_for
@@ -48,30 +47,26 @@ class Writer:
     Attributes:
         manifest: what every rank knows of it when the save begins.
         own: what is this rank's own, known then.
-        is_ended: says whether the pipeline has ended, so that nothing will be copied any more.
-        has_failed: says whether it has by a failure, so that other ranks may have ended, too.
-        timeout: seconds that a rank waits for the others' parts.
         runs: whose earlier checkpoint of the batch may be removed; None: any.
         then: called on rank 0 when the checkpoint is whole; must not raise.
     """
 
-    folder: Folder
-    name: str
+    saving: Saving
     snapshot: Snapshot
     manifest: Manifest
     own: RankPart
     num_ranks: int
-    is_ended: Callable[[], bool]
-    has_failed: Callable[[], bool]
-    timeout: float
     runs: Collection[str] | None
     then: Callable[[], None]
     written: list[str] = dataclasses.field(default_factory=list)
 
-    def start(self, saving: Saving) -> None:
+    def __post_init__(self) -> None:
+        self.folder, self.name = self.saving.folder, self.saving.name
+
+    def start(self) -> None:
         """Begins, in a thread that does not keep the program from ending."""
-        name = f"pipedream2bw: checkpoint {saving.step}"
-        thread = threading.Thread(target=self._run, args=(saving,), name=name, daemon=True)
+        name = f"pipedream2bw: checkpoint {self.saving.step}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
         # A thread drops its entry here after join() has returned, perhaps while the interpreter
         # ends: freeing tensors then would abort the process. What it runs is dropped before.
         this = weakref.ref(self)
@@ -80,12 +75,12 @@ class Writer:
 
     def ends_soon(self) -> bool:
         """Says whether the writer has what it writes, or knows that it never will."""
-        return self.snapshot.copied.done() or self.is_ended()
+        return self.snapshot.copied.done() or self.saving.is_ended()
 
-    def _run(self, saving: Saving) -> None:
+    def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # training comes first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        begin, rank = time.monotonic(), self.own.rank
+        begin, rank, saving = time.monotonic(), self.own.rank, self.saving
 
         def took(part: str) -> None:
             nonlocal begin
@@ -98,7 +93,7 @@ class Writer:
             saving.snapshot.set_result(None)
             try:
                 if rank == 0:
-                    clean(self.folder, self.timeout, but=self.name)
+                    clean(self.folder, saving.timeout, but=self.name)
                 self.folder.make(self.name)
                 self._write_json(part_name(rank), dataclasses.asdict(self._write_part()))
                 took("write")
@@ -117,7 +112,7 @@ class Writer:
             saving.done.set_result(None)
         except BaseException as error:
             self.snapshot.tensors.clear()  # the error's traceback refers to them
-            if self.is_ended():  # nobody looks any more
+            if saving.is_ended():  # nobody looks any more
                 log.warning("checkpoint %d was not saved: %s", saving.step, str(error))
             for future in (saving.snapshot, saving.done):
                 if not future.done():
@@ -128,7 +123,7 @@ class Writer:
         while not copied.done():
             with contextlib.suppress(TimeoutError):
                 copied.exception(timeout=0.1)
-            if self.is_ended() and not copied.done():
+            if self.saving.is_ended() and not copied.done():
                 batch = self.snapshot.batch
                 raise RuntimeError(f"the pipeline ended before batch {batch} was copied")
         copied.result()
@@ -177,7 +172,8 @@ class Writer:
         return None
 
     def _waiting(self) -> Waiting:
-        return Waiting(self.timeout, self.has_failed, lambda: self.folder.bytes_in(self.name))
+        saving = self.saving
+        return Waiting(saving.timeout, saving.has_failed, lambda: self.folder.bytes_in(self.name))
 
     def _all_parts(self) -> list[_Part]:
         """All ranks' parts, when they are there. Rank 0 alone."""
