@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .templates import TensorLeaf, collect, listing, template_of
+from .templates import collect, leaves_of, listing
 
 
 class CallSignature:
@@ -44,14 +44,17 @@ class CallSignature:
                 f"example_args and example_kwargs do not fit the model's "
                 f"forward{self._forward}: {error}. Give the arguments of one call"
             ) from None
-        self.args, self.kwargs = bound.args, bound.kwargs
+        # In containers of their own: the caller may go on changing those that were given.
+        own = pytree.tree_map(lambda leaf: leaf, (bound.args, bound.kwargs))
+        self.args, self.kwargs = own
+        self._values = [*self.args, *self.kwargs.values()]
         self._names = self._names_of(len(self.args), tuple(self.kwargs))
-        self.tensors: list[TensorLeaf] = []
-        self._templates = [
-            template_of(value, name, (name,), self.tensors)
-            for name, value in zip(self._names, [*self.args, *self.kwargs.values()], strict=True)
+        self.tensors = [
+            leaf
+            for name, value in zip(self._names, self._values, strict=True)
+            for leaf in leaves_of(value, name, (name,))
         ]
-        self._all_tensors = all(isinstance(item, TensorLeaf) for item in self._templates)
+        self._all_tensors = all(isinstance(value, torch.Tensor) for value in self._values)
         # A call may pass by keyword what the example passed by position, and vice versa: where each
         # argument is found depends on the number of positional arguments and the names of others.
         self._sources: dict[tuple[int, tuple[str, ...]], list[int | str]] = {}
@@ -72,15 +75,14 @@ class CallSignature:
         if self._all_tensors and all(isinstance(value, torch.Tensor) for value in given):
             return given
         values: list[torch.Tensor] = []
-        for template, value in zip(self._templates, given, strict=True):
-            collect(template, value, values)
+        for name, example, value in zip(self._names, self._values, given, strict=True):
+            collect(example, value, name, values)
         return values
 
     def rebuild(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the example call's args and kwargs with ``values`` in place of its tensors."""
         remaining = iter(values)
-        example = [*self.args, *self.kwargs.values()]
-        built = pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), example)
+        built = pytree.tree_map_only(torch.Tensor, lambda _: next(remaining), self._values)
         return tuple(built[: len(self.args)]), dict(
             zip(self.kwargs, built[len(self.args) :], strict=True)
         )

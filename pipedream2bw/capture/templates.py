@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -24,41 +24,14 @@ class TensorLeaf:
         return not any(key in replicated for key in self.keys)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Constant:
-    path: str
-    value: Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Container:
-    path: str
-    kind: type
-    keys: tuple[Any, ...]
-    children: tuple[Any, ...]
-    spec: pytree.TreeSpec
-
-
-def template_of(value: Any, path: str, keys: tuple[str, ...], tensors: list[TensorLeaf]) -> Any:
-    """What :func:`collect` takes a later call's value apart by; adds to ``tensors`` this one's."""
+def leaves_of(value: Any, path: str, keys: tuple[str, ...]) -> Iterator[TensorLeaf]:
+    """The tensors of an argument of the example call."""
     if isinstance(value, torch.Tensor):
-        leaf = TensorLeaf(path, _identifier(path), keys, value)
-        tensors.append(leaf)
-        return leaf
-    children, spec = _open(value)
-    if spec is None:
-        return _Constant(path, value)
-    templates = tuple(
-        template_of(child, f"{path}[{key!r}]", (*keys, str(key)), tensors)
-        for key, child in children
-    )
-    return _Container(
-        path=path,
-        kind=type(value),
-        keys=tuple(key for key, _ in children),
-        children=templates,
-        spec=spec,
-    )
+        yield TensorLeaf(path, _identifier(path), keys, value)
+        return
+    children, _ = _open(value)
+    for key, child in children:
+        yield from leaves_of(child, f"{path}[{key!r}]", (*keys, str(key)))
 
 
 def _open(value: Any) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec | None]:
@@ -70,50 +43,43 @@ def _open(value: Any) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec | None]:
     return list(zip(keys, children, strict=True)), spec
 
 
-def collect(template: Any, value: Any, values: list[torch.Tensor]) -> None:
+def collect(example: Any, value: Any, path: str, values: list[torch.Tensor]) -> None:
     """Adds the tensors of a call's value to ``values``; see :meth:`CallSignature.tensors_of`."""
-    if isinstance(template, TensorLeaf):
+    if isinstance(example, torch.Tensor):
         if not isinstance(value, torch.Tensor):
             raise TypeError(
-                f"argument {template.path}: {type(value).__name__} given, "
+                f"argument {path}: {type(value).__name__} given, "
                 "a tensor in the example call. Give a tensor"
             )
         values.append(value)
-    elif isinstance(template, _Constant):
-        if not _same_constant(value, template.value):
+        return
+    children, spec = _open(example)
+    if spec is None:
+        if not _same_constant(value, example):
             raise ValueError(
-                f"argument {template.path}: {_short(value)} given, "
-                f"{_short(template.value)} in the example call: values that are no tensors are "
-                "part of the captured model"
+                f"argument {path}: {_short(value)} given, {_short(example)} in the example call: "
+                "values that are no tensors are part of the captured model"
             )
-    else:
-        _collect_container(template, value, values)
-
-
-def _collect_container(template: _Container, value: Any, values: list[torch.Tensor]) -> None:
-    if type(value) is not template.kind:
+        return
+    if type(value) is not type(example):
         raise ValueError(
-            f"argument {template.path}: {type(value).__name__} given, "
-            f"{template.kind.__name__} in the example call"
+            f"argument {path}: {type(value).__name__} given, "
+            f"{type(example).__name__} in the example call"
         )
-    pairs, spec = _open(value)
+    pairs, its_spec = _open(value)
     given = dict(pairs)
-    if isinstance(value, dict) and given.keys() != set(template.keys):
+    if isinstance(value, dict) and given.keys() != example.keys():
         raise ValueError(
-            f"argument {template.path}: keys {listing(value)} given, "
-            f"{listing(template.keys)} in the example call"
+            f"argument {path}: keys {listing(value)} given, {listing(example)} in the example call"
         )
-    if len(given) != len(template.children):
+    if len(given) != len(children):
         raise ValueError(
-            f"argument {template.path}: {len(given)} elements given, "
-            f"{len(template.children)} in the example call"
+            f"argument {path}: {len(given)} elements given, {len(children)} in the example call"
         )
-    if not isinstance(value, (dict, list, tuple)) and spec != template.spec:
-        raise ValueError(
-            f"argument {template.path}: structure {spec} given, {template.spec} in the example call"
-        )
-    for key, child in zip(template.keys, template.children, strict=True):
-        collect(child, given[key], values)
+    if not isinstance(value, (dict, list, tuple)) and its_spec != spec:
+        raise ValueError(f"argument {path}: structure {its_spec} given, {spec} in the example call")
+    for key, child in children:
+        collect(child, given[key], f"{path}[{key!r}]", values)
 
 
 def _same_constant(given: Any, example: Any) -> bool:
