@@ -22,6 +22,9 @@ from .chain import ModuleChain, as_root, call_chained
 from .search import Search, explained
 from .traced import Traced
 
+_MANY_STAGES = 8
+"""A model that torch.fx cannot trace as a whole is exported unless it can form so many."""
+
 
 def capture(
     model: nn.Module | Sequence[nn.Module],
@@ -93,6 +96,31 @@ def capture(
             raise ValueError(f"the model ({type(root).__name__}): {captured.found.unfit}")
         error = captured.found.error
         return captured if error is None else explained(root, captured, error)
+
+
+def capture_finely(
+    root: nn.Module,
+    example: tuple[Sequence[Any], Mapping[str, Any]],
+    replicated: Sequence[str],
+    *,
+    dynamic_shapes: bool = False,
+) -> Captured:
+    """Captures a model in as many layers as possible: ``split=`` may name any of them.
+
+    Profiles and plans count these layers, so they do not depend on a number of stages.
+    """
+    args, kwargs = example
+    options: dict[str, Any] = {
+        "example_args": args,
+        "example_kwargs": kwargs,
+        "replicated": replicated,
+        "dynamic_shapes": dynamic_shapes,
+        "prefer": "fx",
+    }
+    try:
+        return capture(root, num_stages=_MANY_STAGES, **options)
+    except ValueError:
+        return capture(root, num_stages=1, **options)
 
 
 def split_model_args(

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.capture import capture
+from ..capture.capture import capture, capture_finely
 from ..capture.captured import Captured, constants_of, refuse_parameters
-from ..capture.finely import capture_finely
 from ..model.fingerprint import describe_parameters
 from ..model.materialize import Example, brought_together, for_capture
 from ..model.precision import Precision

@@ -112,9 +112,9 @@ def plan_for(
     model: Any, cuts: Sequence[str], args: Sequence[Any], *, width: int = 1, **changes: Any
 ) -> Plan:
     """Of a model whose stages begin at these layers; device k of a replica has stage k."""
+    from pipedream2bw.capture.capture import capture_finely
     from pipedream2bw.capture.captured import names_of_layers
     from pipedream2bw.capture.chain import as_root
-    from pipedream2bw.capture.finely import capture_finely
     from pipedream2bw.model.fingerprint import describe_parameters, fingerprint_of
 
     root = as_root(model)

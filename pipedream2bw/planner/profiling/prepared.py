@@ -11,12 +11,12 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from ...capture.capture import capture_finely
 from ...capture.captured import Captured, Layer, names_of_layers
 from ...capture.chain import as_root
 from ...capture.costs import CostCounter
 from ...capture.device_figures import NOMINAL, DeviceFigures
 from ...capture.dry_run import dry_run
-from ...capture.finely import capture_finely
 from ...checks import check_whole_number
 from ...model.fingerprint import describe_parameters
 from ...model.materialize import Example, for_capture, home_of, is_on_meta
