@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -134,10 +134,9 @@ class Snapshot(Extension):
     """A process's part of the state, as it is copied.
 
     Attributes:
-        batch: the number of the batch that follows.
-        written: when all is. Frozen weights are read where they are, and must not change before.
-        copied: when all stages have been.
-        reads_frozen: whether there are any.
+        saving: the save whose part it is.
+        reads_frozen: whether there are frozen weights. They are read where they are, and must not
+            change before the save is done.
         tensors: by kind of file and name.
         numbers: what optimizers keep of a parameter beside tensors, by its name.
         model_state: what this rank's modules gave as ``get_extra_state``, encoded, by their names.
@@ -147,9 +146,7 @@ class Snapshot(Extension):
         under_way: events after which devices have made their copies.
     """
 
-    batch: int
-    written: Future[None]
-    copied: Future[None]
+    saving: Saving
     reads_frozen: bool
     tensors: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -164,7 +161,7 @@ class Snapshot(Extension):
 
     def before_load(self, seconds: float) -> None:
         """Waits until frozen weights may change; TimeoutError if the save takes longer."""
-        if self.reads_frozen and wait([self.written], seconds).not_done:
+        if self.reads_frozen and wait([self.saving.done], seconds).not_done:
             raise TimeoutError(
                 f"load: a save under way has not ended within {seconds:g} s: it reads frozen "
                 "weights, which must not change until then"
@@ -175,12 +172,10 @@ class Snapshot(Extension):
 
         The version that would be copied is not made then: no stage has copied it.
         """
-        if self.batch > taken.batch and not self.copied.done():
-            cause = taken.error
-            text = (
-                f"batch {taken.batch} was discarded before batch {self.batch} was copied: {cause}"
-            )
-            self.copied.set_exception(reworded(cause, text))
+        step, copied, cause = self.saving.step, self.saving.copied, taken.error
+        if step > taken.batch and not copied.done():
+            text = f"batch {taken.batch} was discarded before batch {step} was copied: {cause}"
+            copied.set_exception(reworded(cause, text))
 
 
 def begin_snapshot(
@@ -196,25 +191,19 @@ def begin_snapshot(
 
     Args:
         memory: for the copies.
-        saving: the save whose part it is.
         all_versions: whether versions older than the newest are copied too.
         in_model: names of the buffers that are saved with the weights, too, as a ``state_dict`` is:
             the first replica's.
     """
     stages, grid = list(session.stages), session.grid
-    snapshot = Snapshot(
-        batch=session.accumulation.num_updates,
-        written=saving.done,
-        copied=saving.copied,
-        reads_frozen=any(stage.weights.frozen for stage in stages),
-    )
+    snapshot = Snapshot(saving=saving, reads_frozen=any(stage.weights.frozen for stage in stages))
     copiers = []
     tied, parts = session.local_model.tied_names(), session.local_model.parts()
     for stage in stages:
         pipeline = grid.pipeline(stage.index)
-        oldest = snapshot.batch
+        oldest = saving.step
         if all_versions:
-            oldest = stage.executor.version_of_batch(stage.index, snapshot.batch)
+            oldest = stage.executor.version_of_batch(stage.index, saving.step)
         copiers.append(
             _StageCopier(
                 snapshot=snapshot,
@@ -230,7 +219,7 @@ def begin_snapshot(
                 model=session.local_model if pipeline == grid.replica == grid.shard == 0 else None,
             )
         )
-    versions = range(min(each.oldest for each in copiers), snapshot.batch + 1)
+    versions = range(min(each.oldest for each in copiers), saving.step + 1)
     lock = threading.Lock()
     left = 2 * len(stages)  # weights and buffers of each
 
@@ -245,11 +234,11 @@ def begin_snapshot(
                         if optimizer is not None:
                             beside = [each for _, each in sorted(snapshot.beside.items())]
                             snapshot.shared = optimizer.shared(beside, versions)
-                        snapshot.copied.set_result(None)
+                        saving.copied.set_result(None)
             except BaseException as error:  # training goes on
                 with lock:
-                    if not snapshot.copied.done():
-                        snapshot.copied.set_exception(error)
+                    if not saving.copied.done():
+                        saving.copied.set_exception(error)
 
         return run
 
@@ -257,7 +246,7 @@ def begin_snapshot(
     for stage, copier in zip(stages, copiers, strict=True):
         calls = stage.runner.calls
         copy = calls.once(train_step, counted(copier.copy_weights))
-        stage.executor.submit_copy(stage=stage.index, version=snapshot.batch, copy=copy)
+        stage.executor.submit_copy(stage=stage.index, version=saving.step, copy=copy)
         calls.before(train_step, counted(copier.copy_buffers))
     session.extensions.add(snapshot)
     return snapshot
@@ -288,7 +277,8 @@ class _StageCopier:
 
     def copy_weights(self) -> None:
         """Copies versions, masters and the optimizers' state, when the update has been made."""
-        snapshot, optimizer, batch = self.snapshot, self.optimizer, self.snapshot.batch
+        snapshot, optimizer = self.snapshot, self.optimizer
+        batch = snapshot.saving.step
         weights, engine = self.stage.weights, self.stage.weights.engine
         mine = self._names_saved_here()
         saved_as = {name: self._saved_as(name) for name in mine}
@@ -364,7 +354,7 @@ class _StageCopier:
                 if rank == group.rank():
                     mine[name] = dict(states.get(name, {}))
                     if engine.hides_master(i):
-                        master = engine.master(engine.slot_of(self.snapshot.batch), i)
+                        master = engine.master(engine.slot_of(self.snapshot.saving.step), i)
                         mine[name][MODEL] = master.as_strided((count,), (1,), begin)
         on_host = {
             name: {k: v.to("cpu") if isinstance(v, torch.Tensor) else v for k, v in of.items()}

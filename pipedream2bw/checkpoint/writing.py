@@ -75,7 +75,7 @@ class Writer:
 
     def ends_soon(self) -> bool:
         """Says whether the writer has what it writes, or knows that it never will."""
-        return self.snapshot.copied.done() or self.saving.is_ended()
+        return self.saving.copied.done() or self.saving.is_ended()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # training comes first
@@ -119,13 +119,13 @@ class Writer:
                     future.set_exception(error)
 
     def _wait_for_copies(self) -> None:
-        copied = self.snapshot.copied
+        copied = self.saving.copied
         while not copied.done():
             with contextlib.suppress(TimeoutError):
                 copied.exception(timeout=0.1)
             if self.saving.is_ended() and not copied.done():
-                batch = self.snapshot.batch
-                raise RuntimeError(f"the pipeline ended before batch {batch} was copied")
+                step = self.saving.step
+                raise RuntimeError(f"the pipeline ended before batch {step} was copied")
         copied.result()
         wait_for(self.snapshot.under_way)
 
@@ -194,7 +194,7 @@ class Writer:
         return [parts[rank] for rank in sorted(parts)]
 
     def _wait_for_commit(self) -> None:
-        waiting, step = self._waiting(), self.snapshot.batch
+        waiting, step = self._waiting(), self.saving.step
         while not is_whole(self.folder, self.name):
             told = None
             with contextlib.suppress(OSError):
