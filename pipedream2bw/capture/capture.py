@@ -64,7 +64,7 @@ def capture(
         TypeError: ``model`` is neither a module nor a list of modules.
     """
     root = as_root(model)
-    first = root.children_in_order()[0] if isinstance(root, ModuleChain) else root
+    first = root[0] if isinstance(root, ModuleChain) else root
     signature = CallSignature(first.forward, tuple(example_args), dict(example_kwargs or {}))
     _check_rows(signature, set(replicated))
     names = () if isinstance(split, str) else tuple(split)

@@ -10,29 +10,20 @@ from torch import nn
 from ..model.materialize import home_of
 
 
-class ModuleChain(nn.Module):
+class ModuleChain(nn.ModuleList):
     """A list of modules that are called one after another.
 
     The first gets the arguments of the call. A tuple is passed on as positional arguments, anything
-    else as one argument. The children are named "0", "1", ....
+    else as one argument.
     """
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        super().__init__()
-        for index, module in enumerate(modules):
-            self.add_module(str(index), module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the first module with the arguments and each other one with the result so far."""
-        first, *rest = self.children_in_order()
+        first, *rest = self
         value = first(*args, **kwargs)
         for module in rest:
             value = call_chained(module, value)
         return value
-
-    def children_in_order(self) -> list[nn.Module]:
-        """Returns the modules of the list; a module listed twice appears twice."""
-        return [module for module in self._modules.values() if module is not None]
 
 
 def call_chained(module: nn.Module, value: Any) -> Any:
@@ -47,7 +38,8 @@ def as_root(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
         TypeError: neither a module nor a list of modules.
         ValueError: an empty list.
     """
-    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+    is_list = isinstance(model, nn.ModuleList) and not isinstance(model, ModuleChain)
+    if isinstance(model, nn.Module) and not is_list:
         return model
     modules = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else None
     if modules is None or not all(isinstance(module, nn.Module) for module in modules):
