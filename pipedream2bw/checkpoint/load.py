@@ -644,11 +644,10 @@ def _part_of(manifest: Manifest, session: Session) -> RankPart:
     """The part of the same rank, else of the same shard or replica, else of the first of all."""
     rank, replica, shard = session.grid.rank, session.grid.replica, session.grid.shard
     same_grid = session.control.size == len(manifest.ranks)
-    parts = sorted(manifest.ranks, key=lambda part: part.rank)
-    return next(
-        (part for part in parts if same_grid and (part.rank, part.replica) == (rank, replica)),
-        next(
-            (part for part in parts if (part.replica, part.shard) == (replica, shard)),
-            next((part for part in parts if part.replica == replica), parts[0]),
-        ),
-    )
+
+    def likeness(part: RankPart) -> tuple[bool, bool, bool, int]:
+        is_of_replica = part.replica == replica
+        is_same = same_grid and is_of_replica and part.rank == rank
+        return is_same, is_of_replica and part.shard == shard, is_of_replica, -part.rank
+
+    return max(manifest.ranks, key=likeness)
