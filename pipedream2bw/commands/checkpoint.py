@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from .. import svg
 from ..checkpoint.commit import checkpoints
 from ..checkpoint.folder import MANIFEST, Folder, step_of
 from ..checkpoint.other_formats import EXPORT_FORMATS, export, import_weights
 from ..checkpoint.source import Source, damage_of, num_parameters
 from ..table import table
 from ..units import format_bytes
-from .output import print_json
+from .output import Report, print_json
 
 
 def add_checkpoint_command(commands: Any) -> None:
@@ -28,22 +28,24 @@ def add_checkpoint_command(commands: Any) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     which = "its number; default: "
 
-    ls = actions.add_parser("ls", help="a table of the checkpoints")
-    _add_path(ls, has_json=True)
-    ls.set_defaults(run=_ls)
+    def action(
+        name: str, run: Callable[..., Any], help: str, step: str | None, *, has_json: bool = True
+    ) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = actions.add_parser(name, help=help)
+        parser.add_argument("path", metavar="PATH", help="the folder of the checkpoints")
+        if step is not None:
+            parser.add_argument("--step", type=int, metavar="N", help=step)
+        if has_json:
+            parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.set_defaults(run=run)
+        return parser
 
-    verify = actions.add_parser(
-        "verify", help="read every byte and name what is damaged; then the exit code is 1"
-    )
-    _add_path(verify, f"{which}all", has_json=True)
-    verify.set_defaults(run=_verify)
-
-    show = actions.add_parser("show", help="what a checkpoint says, and its tensors")
-    _add_path(show, f"{which}the newest", has_json=True)
-    show.set_defaults(run=_show)
-
-    to_others = actions.add_parser("export", help="write a checkpoint's weights in another format")
-    _add_path(to_others, f"{which}the newest")
+    action("ls", _ls, "a table of the checkpoints", None)
+    damage = "read every byte and name what is damaged; then the exit code is 1"
+    action("verify", _verify, damage, f"{which}all")
+    action("show", _show, "what a checkpoint says, and its tensors", f"{which}the newest")
+    others = "write a checkpoint's weights in another format"
+    to_others = action("export", _export, others, f"{which}the newest", has_json=False)
     to_others.add_argument(
         "--to",
         required=True,
@@ -52,7 +54,6 @@ def add_checkpoint_command(commands: Any) -> None:
         "folder of torch.distributed.checkpoint, with moments",
     )
     to_others.add_argument("out", metavar="OUT", help="a new folder or file")
-    to_others.set_defaults(run=_export)
 
     of_others = actions.add_parser(
         "import", help="make weights in another format the checkpoint that a new run begins with"
@@ -70,23 +71,13 @@ def add_checkpoint_command(commands: Any) -> None:
     of_others.set_defaults(run=_import)
 
 
-def _add_path(
-    parser: argparse.ArgumentParser, step: str | None = None, *, has_json: bool = False
-) -> None:
-    parser.add_argument("path", metavar="PATH", help="the folder of the checkpoints")
-    if step is not None:
-        parser.add_argument("--step", type=int, metavar="N", help=step)
-    if has_json:
-        parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def _newest(given: argparse.Namespace) -> Source:
     folder = Folder(given.path)
     return Source(folder, checkpoints(folder, given.step)[0])
 
 
-class Listing(dict[str, Any]):
-    """A folder's checkpoints, as JSON can hold them; printed as ``ls`` prints them."""
+class Listing(Report):
+    """A folder's checkpoints."""
 
     def __str__(self) -> str:
         found = self["checkpoints"]
@@ -106,10 +97,6 @@ class Listing(dict[str, Any]):
         listed = table(f"{self['path']}: {counted}", columns, rows)
         return "\n".join([listed, *(line for each in found for line in each["damage"])])
 
-    def _repr_html_(self) -> str:
-        first, rest = str(self).split("\n", 1)
-        return svg.html(first, svg.printed(rest, folded=False))
-
 
 def listing(path: str) -> Listing:
     """The checkpoints in a folder: sizes are checked, not every byte."""
@@ -119,11 +106,7 @@ def listing(path: str) -> Listing:
 
 
 def _ls(given: argparse.Namespace) -> None:
-    found = listing(given.path)
-    if given.json:
-        print_json(found)
-    else:
-        print(found)
+    listing(given.path).show(as_json=given.json)
 
 
 def _named(listed: dict[str, Any]) -> tuple[str, str, str]:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _build_info, svg
+from .. import _build_info
 from ..units import format_bytes
-from .output import print_json
+from .output import Report
 
 SHARED_MEMORY = "/dev/shm"
 LITTLE_SHARED_MEMORY = 256 * 2**20
@@ -41,8 +41,8 @@ def add_doctor_command(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-class Machine(dict[str, Any]):
-    """What this machine has, as JSON can hold it; printed as the command prints it."""
+class Machine(Report):
+    """What this machine has."""
 
     def __str__(self) -> str:
         memory = self["shared_memory"]
@@ -62,10 +62,6 @@ class Machine(dict[str, Any]):
         lines = [f"problem: {problem}" for problem in self["problems"]] or ["training works here"]
         lines += [f"{what:14} {here}" for what, here in rows.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self["notes"])])
-
-    def _repr_html_(self) -> str:
-        first, rest = str(self).split("\n", 1)
-        return svg.html(first, svg.printed(rest, folded=False))
 
 
 def examine() -> Machine:
@@ -95,10 +91,7 @@ def examine() -> Machine:
 
 def _run(given: argparse.Namespace) -> int:
     found = examine()
-    if given.json:
-        print_json(found)
-    else:
-        print(found)
+    found.show(as_json=given.json)
     return 1 if found["problems"] else 0
 
 

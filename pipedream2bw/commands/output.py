@@ -1,4 +1,4 @@
-"""What commands write: files, whose places are checked before the work, and JSON."""
+"""What commands write: files, whose places are checked before the work, reports and JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+
+from .. import svg
 
 
 def check_written(option: str, path: Path | None) -> None:
@@ -24,3 +26,18 @@ def check_written(option: str, path: Path | None) -> None:
 def print_json(value: Any) -> None:
     """Prints a value as JSON, indented by one."""
     print(json.dumps(value, indent=1, allow_nan=False))
+
+
+class Report(dict[str, Any]):
+    """What a command has found, as JSON can hold it; its text is what the command prints."""
+
+    def show(self, *, as_json: bool) -> None:
+        """Prints it."""
+        if as_json:
+            print_json(self)
+        else:
+            print(self)
+
+    def _repr_html_(self) -> str:
+        first, rest = str(self).split("\n", 1)
+        return svg.html(first, svg.printed(rest, folded=False))
