@@ -11,6 +11,7 @@ Chandy and Lamport's snapshots (1985) of channels that are empty.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from concurrent.futures import wait
@@ -195,31 +196,23 @@ def begin_snapshot(
         in_model: names of the buffers that are saved with the weights, too, as a ``state_dict`` is:
             the first replica's.
     """
-    stages, grid = list(session.stages), session.grid
+    stages = list(session.stages)
     snapshot = Snapshot(saving=saving, reads_frozen=any(stage.weights.frozen for stage in stages))
-    copiers = []
-    tied, parts = session.local_model.tied_names(), session.local_model.parts()
-    for stage in stages:
-        pipeline = grid.pipeline(stage.index)
-        oldest = saving.step
-        if all_versions:
-            oldest = stage.executor.version_of_batch(stage.index, saving.step)
-        copiers.append(
-            _StageCopier(
-                snapshot=snapshot,
-                stage=stage,
-                grid=grid,
-                memory=memory,
-                optimizer=optimizer,
-                oldest=oldest,
-                all_versions=all_versions,
-                tied=tied,
-                parts=parts,
-                in_model=in_model,
-                model=session.local_model if pipeline == grid.replica == grid.shard == 0 else None,
-            )
-        )
-    versions = range(min(each.oldest for each in copiers), saving.step + 1)
+    copier = _Copier(
+        snapshot=snapshot,
+        grid=session.grid,
+        memory=memory,
+        optimizer=optimizer,
+        all_versions=all_versions,
+        tied=session.local_model.tied_names(),
+        parts=session.local_model.parts(),
+        in_model=in_model,
+        model=session.local_model,
+    )
+    oldest = {stage.index: saving.step for stage in stages}
+    for stage in stages if all_versions else ():
+        oldest[stage.index] = stage.executor.version_of_batch(stage.index, saving.step)
+    versions = range(min(oldest.values()), saving.step + 1)
     lock = threading.Lock()
     left = 2 * len(stages)  # weights and buffers of each
 
@@ -243,44 +236,41 @@ def begin_snapshot(
         return run
 
     train_step = session.num_train_steps
-    for stage, copier in zip(stages, copiers, strict=True):
+    for stage in stages:
         calls = stage.runner.calls
-        copy = calls.once(train_step, counted(copier.copy_weights))
+        weights = functools.partial(copier.copy_weights, stage, oldest[stage.index])
+        copy = calls.once(train_step, counted(weights))
         stage.executor.submit_copy(stage=stage.index, version=saving.step, copy=copy)
-        calls.before(train_step, counted(copier.copy_buffers))
+        calls.before(train_step, counted(functools.partial(copier.copy_buffers, stage)))
     session.extensions.add(snapshot)
     return snapshot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _StageCopier:
-    """Copies a stage's part of a snapshot.
+class _Copier:
+    """Copies the stages' parts of a snapshot.
 
     Attributes:
-        oldest: the oldest version that is copied.
         tied: further names of parameters, and the first one of each.
         parts: of parameters, by name, that this process saves a shard of.
-        model: is asked for what the stage's modules keep beside buffers; None: another process is.
     """
 
     snapshot: Snapshot
-    stage: LocalStage
     grid: RankGrid
     memory: HostMemory
     optimizer: OptimizerSnapshot | None
-    oldest: int
     all_versions: bool
     tied: Mapping[str, str]
     parts: Mapping[str, Part]
     in_model: Collection[str]
-    model: LocalModel | None
+    model: LocalModel
 
-    def copy_weights(self) -> None:
+    def copy_weights(self, stage: LocalStage, oldest: int) -> None:
         """Copies versions, masters and the optimizers' state, when the update has been made."""
         snapshot, optimizer = self.snapshot, self.optimizer
         batch = snapshot.saving.step
-        weights, engine = self.stage.weights, self.stage.weights.engine
-        mine = self._names_saved_here()
+        weights, engine = stage.weights, stage.weights.engine
+        mine = self._names_saved_here(stage)
         saved_as = {name: self._saved_as(name) for name in mine}
         live: dict[tuple[str, str], torch.Tensor] = {}
         for i, name in enumerate(weights.trainable):
@@ -288,14 +278,14 @@ class _StageCopier:
                 live[MODEL, saved_as[name]] = engine.master(engine.slot_of(batch), i)
                 # Else the newest is its master's rounding.
                 is_ahead = self.all_versions and i in weights.ahead
-                for version in range(self.oldest, batch + is_ahead):
+                for version in range(oldest, batch + is_ahead):
                     weight = engine.weight(engine.slot_of(version), i)
                     live[older(batch - version), saved_as[name]] = weight
         states: StateByName = {}
         if optimizer is not None:  # now: when the last stage is copied, this one may have gone on
             states = optimizer.of_stage(weights)
-            snapshot.beside[self.stage.index] = optimizer.beside(weights, batch - 1)
-        for name, whole in self._divided(states).items():
+            snapshot.beside[stage.index] = optimizer.beside(weights, batch - 1)
+        for name, whole in self._divided(stage, states).items():
             master = whole.pop(MODEL, None)
             if name in mine and master is not None:
                 live[MODEL, saved_as[name]] = master
@@ -309,23 +299,23 @@ class _StageCopier:
                 else:
                     kept = snapshot.numbers.setdefault(saved_as[name], {})
                     kept[key] = deepcopy(value)  # a list of tensors, which the next step changes
-        copies = self.memory.copy(live, ("weights", self.stage.index))
+        copies = self.memory.copy(live, ("weights", stage.index))
         for (kind, name), tensor in copies.items():
             snapshot.add(kind, {name: tensor})
         # Only a load writes to frozen weights, and waits for the save.
         frozen = {saved_as[n]: p.detach() for n, p in weights.frozen.items() if n in mine}
         snapshot.add(MODEL, frozen)
 
-    def _names_saved_here(self) -> set[str]:
+    def _names_saved_here(self, stage: LocalStage) -> set[str]:
         """The names of the stage's parameters that this process saves.
 
         The processes that hold a stage share them out, as their optimizers do if these have shares;
         of two pipelines the first one's save all.
         """
-        weights, grid = self.stage.weights, self.grid
+        weights, grid = stage.weights, self.grid
         counted = [name for name in weights.in_root if weights.counts(name)]
         mine = set(counted[grid.replica :: grid.width])
-        if grid.pipeline(self.stage.index) != 0:
+        if grid.pipeline(stage.index) != 0:
             mine = set()
         if weights.engine.is_shared:
             mine -= weights.trainable.keys()
@@ -338,16 +328,16 @@ class _StageCopier:
         part = self.parts.get(name)
         return first if part is None else name_of_part(first, part.number, part.num_parts)
 
-    def _divided(self, states: StateByName) -> StateByName:
+    def _divided(self, stage: LocalStage, states: StateByName) -> StateByName:
         """What several replicas have elements of, whole: states, and masters as ``MODEL``.
 
         All replicas copy the same versions, in one order.
         """
-        weights, engine = self.stage.weights, self.stage.weights.engine
+        weights, engine = stage.weights, stage.weights.engine
         divided = [(i, name) for i, name in enumerate(weights.trainable) if is_divided(weights, i)]
         if not divided:
             return {}
-        group = self.grid.savers(self.stage.index)
+        group = self.grid.savers(stage.index)
         mine: StateByName = {}
         for i, name in divided:
             for rank, begin, count in engine.owners(i):
@@ -362,15 +352,15 @@ class _StageCopier:
         }
         return of_all_replicas(weights, on_host, group, self.grid.deadline)
 
-    def copy_buffers(self) -> None:
+    def copy_buffers(self, stage: LocalStage) -> None:
         """Copies buffers, and what modules keep beside them, before the next batch's forward."""
-        snapshot, index = self.snapshot, self.stage.index
-        pipeline = self.grid.pipeline(index)
-        copies = self._begin_copy(self.stage.weights.named_buffers(), "buffers")
+        snapshot, grid, index = self.snapshot, self.grid, stage.index
+        pipeline = grid.pipeline(index)
+        copies = self._begin_copy(stage.weights.named_buffers(), ("buffers", index))
         snapshot.add(RANK, {buffer_prefix(pipeline) + n: copy for n, copy in copies.items()})
         if pipeline == 0:
             snapshot.add(MODEL, {name: copies[name] for name in copies if name in self.in_model})
-        if self.model is None:
+        if not pipeline == grid.replica == grid.shard == 0:  # another process is asked for them
             return
         try:
             kept: dict[str, torch.Tensor] = {}
@@ -378,17 +368,17 @@ class _StageCopier:
             snapshot.model_state.update(encode(state, f"stage{index}/model_state", kept))
             # Their owners go on changing them.
             detached = {name: tensor.detach() for name, tensor in kept.items()}
-            snapshot.add(RANK, self._begin_copy(detached, "model_state"))
+            snapshot.add(RANK, self._begin_copy(detached, ("model_state", index)))
         except Exception as error:  # of the user's code: told when the stage's part is written
             snapshot.refused = error
 
     def _begin_copy(
-        self, tensors: Mapping[str, torch.Tensor], place: str
+        self, tensors: Mapping[str, torch.Tensor], place: tuple[str, int]
     ) -> dict[str, torch.Tensor]:
         """Copies before what the stage's stream is given next, which may write to the tensors.
 
         The stream's thread does not wait.
         """
-        copies, events = self.memory.begin_copy(tensors, (place, self.stage.index))
+        copies, events = self.memory.begin_copy(tensors, place)
         self.snapshot.under_way += events
         return copies
