@@ -23,7 +23,7 @@ from ..runtime.loading import flush_to_load
 from .commit import look, retain, steps_in, tried
 from .folder import run_of
 from .frequency import Frequency
-from .load import load_from, load_whole
+from .load import load_whole
 from .preemption import Preempted, Signals, ignore_in_worker
 from .save import OUR_EXTRA, Saver, Stateful, UserState
 from .saving import SavesUnderWay, Saving
@@ -157,13 +157,7 @@ class Checkpointer(Extension):
         session = self._session
         flush_to_load(session, Operation.load)
         self._under_way.wait_together()
-        extra = load_whole(
-            session,
-            self._folder,
-            step,
-            lambda source: load_from(source, session, self._opt, self._user_state, generators=True),
-            self._opt.extensions,
-        )
+        extra = load_whole(session, self._folder, step, self._opt, self._user_state)
         self._newest = self._stepped = session.accumulation.num_updates
         if extra is None:
             return 0

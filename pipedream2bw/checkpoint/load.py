@@ -20,7 +20,6 @@ from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.operations import Operation
 from ..rules import instance
-from ..runtime.extension import Extension
 from ..runtime.loading import flush_to_load, go_on_from, load_model, weights_loaded
 from ..runtime.local_stages import LocalStage
 from ..runtime.session import Session
@@ -48,7 +47,6 @@ _VISIBLE_SECONDS = 60.0
 _READS = 3
 """Attempts to read, a second apart: what a network says now it may not say then."""
 
-_Loaded = TypeVar("_Loaded")
 _Read = TypeVar("_Read")
 
 
@@ -122,9 +120,9 @@ def load_whole(
     session: Session,
     folder: Folder,
     step: int | None,
-    load: Callable[[Source], _Loaded],
-    extensions: Iterable[Extension],
-) -> _Loaded | None:
+    opt: PipelineOptimizer,
+    user_state: UserState,
+) -> dict[str, Any] | None:
     """Loads the newest checkpoint that is whole; None if there are no checkpoints.
 
     Newer ones are set aside: as corrupt if they are damaged or cannot be read, as abandoned if an
@@ -132,9 +130,6 @@ def load_whole(
 
     Args:
         step: the only one that may be taken; None: any.
-        load: raises DamagedCheckpoint on every rank, and has changed nothing then, where a sum is
-            wrong that only who reads all of a file's tensors compares.
-        extensions: say which checkpoints they can go on from, as other sites have them, too.
 
     Raises:
         DamagedCheckpoint: there are checkpoints, and none is whole.
@@ -148,7 +143,7 @@ def load_whole(
 
     def candidates() -> list[str]:
         steps = list(dict.fromkeys(map(step_of, there)))
-        for extension in extensions:
+        for extension in opt.extensions:  # may know which of them other sites have, too
             steps = list(extension.known_everywhere(steps))
         if step is not None and step not in steps:
             raise ValueError(f"step: {step}, {folder.path} has {steps or 'none'}")
@@ -167,7 +162,8 @@ def load_whole(
         if wrong is None:
             assert source is not None
             try:
-                loaded = load(source)
+                loaded = load_from(source, session, opt, user_state, generators=True)
+            # On every rank, and nothing has changed: only who reads a tensor compares its sum.
             except DamagedCheckpoint as error:
                 wrong = str(error)
             else:
