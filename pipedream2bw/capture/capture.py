@@ -77,7 +77,7 @@ def capture(
             reasons += [] if reason is None else [f"sequential: {reason}"]
         if how is not None:
             draft = Draft(root, how, chained(root, signature), signature)
-            is_given = balances and draft.num_layers == num_stages
+            is_given = balances and len(draft.parameter_bytes) == num_stages
             captured = draft.dry_run(None) if is_given else draft.captured
         else:
             search = Search(

@@ -122,10 +122,6 @@ class Draft:
             for node, (parameters, _) in zip(self._layers, self._uses, strict=True)
         ]
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._layers)
-
     @functools.cached_property
     def captured(self) -> Captured:
         """The capture, with what its layers cost."""

@@ -175,16 +175,13 @@ class _Tracer(fx.Tracer):
 
 
 def _ambient_modes() -> dict[str, Any]:
-    modes: dict[str, Any] = {
+    return {
         "gradient recording (no_grad, inference_mode)": torch.is_grad_enabled(),
         "autocast": [
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in device_types()
         ],
+        "the saving of activations (checkpoint, saved_tensors_hooks)": (
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ),
     }
-    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top_hooks is not None:
-        modes["the saving of activations (checkpoint, saved_tensors_hooks)"] = (
-            top_hooks(True) is not None
-        )
-    return modes
