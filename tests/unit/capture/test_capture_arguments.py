@@ -100,6 +100,14 @@ def test_another_structure_than_the_examples_is_refused(batch: Any, message: str
         signature.tensors_of((batch,), {})
 
 
+def test_a_container_that_is_changed_later_is_compared_as_it_was() -> None:
+    batch = {"a": X, "b": 3}
+    signature = CallSignature(forward, (batch,), {})
+    batch["b"] = 4
+    with pytest.raises(ValueError, match=r"x\['b'\]: 4 given, 3 in the example call"):
+        signature.tensors_of((batch,), {})
+
+
 def test_example_arguments_that_the_signature_refuses() -> None:
     with pytest.raises(
         ValueError, match=r"example_args and example_kwargs.*\(x, mask=None.*missing"
