@@ -35,7 +35,7 @@ from ..model.trees import tensors_in
 from .arguments import CallSignature
 from .attribute import Attribute, nodes_with_attributes
 from .costs import CostCounter, LayerCosts
-from .graph_run import GraphRun
+from .operator_calls import GraphRun
 from .own_program import PlainAttributes, refuse_writes_by_values, why_unfit, why_unfit_by_values
 from .parameter_writes import ParameterWrites, WrittenParameterError
 

@@ -25,8 +25,7 @@ from ..model.hooks import hooked_by_forward
 from ..model.replacing import attributes_of
 from ..model.sources import sources_kept
 from .arguments import CallSignature
-from .graph_run import GraphRun
-from .operator_calls import OperatorCalls, Recorded
+from .operator_calls import GraphRun, OperatorCalls, Recorded
 from .parameter_writes import ParameterWrites
 from .traced import reason_of
 

@@ -8,25 +8,34 @@ tracing) makes the module around it untraceable.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import functools
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.proxy import ParameterProxy
+from torch.nn import functional
+from torch.nn.modules import transformer
+from torch.nn.utils import rnn
 from torch.utils import _pytree as pytree
 
 from ..accelerator import device_types
 from ..model.hooks import has_hooks
 from ..model.sources import Sources, sources_kept
+from ..model.surroundings import attribute_set
 from .arguments import CallSignature
-from .opaque import PACKING, opaque_calls_recorded
 from .traced import Traced, reason_of
 
 # Modules of torch.nn that are only containers of layers.
 _OPENED = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+_PACKING = (rnn.pack_padded_sequence, rnn.pad_packed_sequence)
+"""The functions that scripts import by their names."""
 
 
 class UntraceableError(Exception):
@@ -38,7 +47,7 @@ def trace(root: nn.Module, signature: CallSignature) -> Traced:
 
     ``root`` must be a structural clone that nobody else uses: tracing may leave attributes on it.
     """
-    with sources_kept(root) as sources, opaque_calls_recorded():
+    with sources_kept(root) as sources, _opaque_calls_recorded():
         tracer = _Tracer(signature, sources)
         graph = tracer.trace(root)
     graph.lint()
@@ -47,7 +56,7 @@ def trace(root: nn.Module, signature: CallSignature) -> Traced:
 
 class _Tracer(fx.Tracer):
     def __init__(self, signature: CallSignature, sources: Sources) -> None:
-        super().__init__(autowrap_functions=PACKING)
+        super().__init__(autowrap_functions=_PACKING)
         self._signature, self._sources = signature, sources
         self._modes = _ambient_modes()
         self._thread = threading.get_ident()
@@ -185,3 +194,64 @@ def _ambient_modes() -> dict[str, Any]:
             torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ),
     }
+
+
+@contextlib.contextmanager
+def _opaque_calls_recorded() -> Iterator[None]:
+    """Makes nodes of calls that torch.fx cannot look into, where they get a value of a trace."""
+    function = torch.autograd.Function  # whose backward a trace of its forward would lose
+    apply = function.__dict__["apply"]
+
+    def recording_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return _recording(apply.__get__(None, cls))(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attribute_set(function, "apply", classmethod(recording_apply)))
+        for owner, name, made in _OF_MODULES:
+            stack.enter_context(attribute_set(owner, name, made(getattr(owner, name))))
+        yield
+
+
+def _recording(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, fx.Proxy):
+                return value.tracer.create_proxy("call_function", call, args, kwargs)
+        return call(*args, **kwargs)
+
+    return recorded
+
+
+def _but_padding(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask of padding is looked into: an encoder without gradients leaves padding out."""
+
+    def masked(mask: Any, mask_name: str, *args: Any, **kwargs: Any) -> Any:
+        made = call if mask_name == "src_key_padding_mask" else _recording(call)
+        return made(mask, mask_name, *args, **kwargs)
+
+    return masked
+
+
+def _by_values(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Whether a mask's values are causal: False where a dry run has no values."""
+
+    @functools.wraps(call)
+    def is_causal(*args: Any, **kwargs: Any) -> bool:
+        try:
+            return bool(call(*args, **kwargs))
+        except DataDependentOutputException:
+            return False
+
+    return _recording(is_causal)
+
+
+_OF_MODULES: tuple[tuple[Any, str, Any], ...] = (
+    (builtins, "len", _recording),  # Python's own takes nothing but a number from an object
+    *((rnn, function.__name__, _recording) for function in _PACKING),
+    # How a Transformer looks at its masks.
+    (transformer, "_get_seq_len", _recording),
+    (transformer, "_detect_is_causal_mask", _by_values),
+    (functional, "_none_or_dtype", _recording),
+    (functional, "_canonical_mask", _but_padding),
+)
