@@ -9,7 +9,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -156,29 +156,21 @@ class PeerWatch:
     threads that wait for the device. What the process sent before its end is received.
     """
 
-    def __init__(self, fault: _C.Fault) -> None:
+    def __init__(self, fault: _C.Fault, rings: Sequence[DeviceRing]) -> None:
         self._fault = fault
-        self._rings: dict[int, DeviceRing] = {}  # by descriptor of the process
+        self._rings = {os.pidfd_open(ring.process): ring for ring in rings}  # by descriptor
         self._poll = select.poll()
         self._wake, self._woken = os.pipe()
         self._poll.register(self._wake, select.POLLIN | select.POLLHUP)
+        for descriptor in self._rings:
+            self._poll.register(descriptor, select.POLLIN)
         self._thread = threading.Thread(target=self._watch, name="pd2 watches peers", daemon=True)
-
-    def add(self, ring: DeviceRing) -> None:
-        """Watches the other end's process too, from start() on."""
-        descriptor = os.pidfd_open(ring.process)
-        self._rings[descriptor] = ring
-        self._poll.register(descriptor, select.POLLIN)
-
-    def start(self) -> None:
-        """Begins to watch."""
         self._thread.start()
 
     def close(self) -> None:
         """Ends the watch and drops the channels' ends."""
         os.close(self._woken)
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
         for descriptor in (self._wake, *self._rings):
             with contextlib.suppress(OSError):
                 os.close(descriptor)

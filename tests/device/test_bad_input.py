@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.ranks import process_channels
+from pipedream2bw.ranks import channels
 from tests.device import checked
 from tests.device.on_device import moved
 from tests.device.test_processes import join
@@ -85,7 +85,7 @@ def bad_batches(rank: int, device: str) -> dict[str, tuple[Any, Any]]:
 
 def both(rank: int, world: int) -> list[dict[str, Any]]:
     device = join(rank, drains=0.05)
-    over_a_group = mock.patch.object(process_channels, "make_device_ring", return_value=None)
+    over_a_group = mock.patch.object(channels, "make_device_ring", return_value=None)
     with over_a_group, checked.expect_no_errors():
         return [
             train(device, schedule, bad)

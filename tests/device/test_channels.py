@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import pipedream2bw as pd2
 from pipedream2bw import _C
-from pipedream2bw.ranks.process_channels import end_of_channel
+from pipedream2bw.ranks.channels import end_of_channel
 from tests.device import checked
 from tests.device.on_device import moved
 from tests.device.test_process_group import connect, full, in_threads

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.ranks import process_channels
+from pipedream2bw.ranks import channels
 from tests.device import checked
 from tests.device.on_device import moved
 from tests.device.test_processes import join
@@ -137,7 +137,7 @@ def fail_in_turn(
     checked.set_timeout(60.0)
     seen = []
     together = dist.new_group(backend="gloo")
-    with mock.patch.object(process_channels, "make_device_ring", return_value=None):
+    with mock.patch.object(channels, "make_device_ring", return_value=None):
         for schedule in schedules:
             for number, how in enumerate(ends):
                 victim = number % world
@@ -186,7 +186,7 @@ def test_a_killed_rank_ends_all(victim: int) -> None:
 def kill_one(rank: int, world: int, schedule: str, victim: int) -> dict[str, Any]:
     device = join(rank, drains=0.05)
     checked.set_timeout(60.0)
-    with mock.patch.object(process_channels, "make_device_ring", return_value=None):
+    with mock.patch.object(channels, "make_device_ring", return_value=None):
         told = one_fails(rank, device, schedule, "kill", victim)
     dist.destroy_process_group()
     return told

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 import pipedream2bw as pd2
 from pipedream2bw import _C
 from pipedream2bw.optimizer.shares import is_divided
-from pipedream2bw.ranks import channels, process_channels
+from pipedream2bw.ranks import channels
 from tests.device import checked
 from tests.device.checked import Asked, AskedKind
 from tests.device.on_device import batch_on, on
@@ -253,7 +253,7 @@ def train(
     with contextlib.ExitStack() as patches:
         if kind == "group":
             patches.enter_context(
-                mock.patch.object(process_channels, "make_device_ring", return_value=None)
+                mock.patch.object(channels, "make_device_ring", return_value=None)
             )
         patches.enter_context(mock.patch("pipedream2bw.runtime.local_stages.Channels", Ends))
         for name in names:

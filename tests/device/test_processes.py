@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import pipedream2bw as pd2
-from pipedream2bw.ranks import grid, process_channels
+from pipedream2bw.ranks import channels, grid
 from pipedream2bw.ranks.groups import new_group, runs_on_device
 from tests.device import checked
 from tests.device.on_device import batch_on, check_on_device, on
@@ -51,8 +51,8 @@ def join(rank: int, drains: float) -> str:
 def train_over_a_group(rank: int, world: int, schedules: list[str]) -> None:
     """Where processes share no memory of their devices, as on several machines."""
     with (
-        mock.patch.object(process_channels, "make_device_ring", return_value=None),
-        mock.patch.object(process_channels, "options_of_messages", return_value=None) as options,
+        mock.patch.object(channels, "make_device_ring", return_value=None),
+        mock.patch.object(channels, "options_of_messages", return_value=None) as options,
     ):
         train_every_schedule(rank, world, schedules)
     assert {call.args for call in options.call_args_list} == {("checked",)}
@@ -137,7 +137,7 @@ def train_in_one_queue(rank: int, world: int, schedules: list[str]) -> None:
     """Where everything that a device is given waits for all that it was given before."""
     join(rank, drains=0.0)
     checked.set_one_queue(True)
-    with mock.patch.object(process_channels, "make_device_ring", return_value=None):
+    with mock.patch.object(channels, "make_device_ring", return_value=None):
         train_schedules(rank, world, schedules, "skips")
 
 
@@ -160,7 +160,7 @@ def add_up_in_one_queue(rank: int, world: int, replica_sums: str) -> None:
     options: dict[str, Any] = {"width": 2, "replica_sums": replica_sums}
     with (
         checked.expect_no_errors(),
-        mock.patch.object(process_channels, "make_device_ring", return_value=None),
+        mock.patch.object(channels, "make_device_ring", return_value=None),
         make_pipeline(on(task, device), 2, m, batches[0], bucket_cap_mb=1e-4, **options) as pipe,
     ):
         go_on(pipe, pd2.PipelineOptimizer(sgd(pipe.parameters()), max_grad_norm=1.0), batches)

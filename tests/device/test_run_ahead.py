@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
-from pipedream2bw.ranks import process_channels
+from pipedream2bw.ranks import channels
 from tests.device import checked
 from tests.device.on_device import moved
 from tests.device.test_processes import join
@@ -93,7 +93,7 @@ def returned_while_held(rank: int, device: str, schedule: str) -> tuple[int, int
 
 def run_ahead(rank: int, world: int) -> list[tuple[int, int]]:
     device = join(rank, drains=0.0)
-    with mock.patch.object(process_channels, "make_device_ring", return_value=None):
+    with mock.patch.object(channels, "make_device_ring", return_value=None):
         return [returned_while_held(rank, device, each) for each in ("2bw", "1f1b")]
 
 

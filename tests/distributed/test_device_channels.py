@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from pipedream2bw import _C
-from pipedream2bw.ranks import process_channels
+from pipedream2bw.ranks import channels
+from pipedream2bw.ranks.channels import end_of_channel
 from pipedream2bw.ranks.deadline import Deadline
 from pipedream2bw.ranks.groups import (
     backends_of,
@@ -21,7 +22,6 @@ from pipedream2bw.ranks.groups import (
     new_group,
     options_of_messages,
 )
-from pipedream2bw.ranks.process_channels import end_of_channel
 from tests.distributed.test_exactness import check
 from tests.runs.launch import run_ranks
 from tests.samples.models import TASKS
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 def train(rank: int, world: int) -> None:
     # Edges are connected first, headers go over the control group, receives begin when awaited.
-    with mock.patch.object(process_channels, "go_over_hosts", return_value=False):
+    with mock.patch.object(channels, "go_over_hosts", return_value=False):
         for schedule in ("2bw", "1f1b", "chimera"):
             check(TASKS["mlp"], world, 2 * world, [4 * world] * 5, schedule=schedule)
         # Microbatches of several layouts, each with a header of its own.

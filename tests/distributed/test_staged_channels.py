@@ -30,7 +30,7 @@ class Staged(Channels):
             return
         if edge in self.senders:
             self.senders[edge] = _C.StagedSender(
-                hosts=self.senders[edge], device=CPU, fault=self._between.deadline.fault
+                hosts=self.senders[edge], device=CPU, fault=self._deadline.fault
             )
         if edge in self.receivers:
             self.receivers[edge] = _C.StagedReceiver(hosts=self.receivers[edge], device=CPU)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from pipedream2bw.ranks import process_channels
+from pipedream2bw.ranks import channels
 from pipedream2bw.ranks.rings import DeviceRing, make_device_ring
 from tests.runs.trajectory import Trajectory, by_oracle
 from tests.samples.models import TASKS
@@ -111,5 +111,5 @@ def counted_rings(*, allowed: bool = True) -> Iterator[list[bool]]:
         rings.append(ring is not None)
         return ring
 
-    with mock.patch.object(process_channels, "make_device_ring", make):
+    with mock.patch.object(channels, "make_device_ring", make):
         yield rings

@@ -10,9 +10,9 @@ import statistics
 import torch
 import torch.distributed as dist
 
+from ...ranks.channels import end_of_channel
 from ...ranks.deadline import Deadline
 from ...ranks.groups import go_over_hosts, new_group
-from ...ranks.process_channels import end_of_channel
 from ...ranks.rings import ChannelEnds, make_device_ring, make_ring
 from .profile import Profile, ProfiledLinks
 from .timing import median_seconds

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import pipedream2bw as pd2
-from pipedream2bw.ranks import process_channels
+from pipedream2bw.ranks import channels
 from tests.device import checked
 from tests.device.on_device import batch_on, on
 from tests.device.prove.outcomes import (
@@ -107,10 +107,10 @@ def _prove(rank: int, world: int, name: str, every: int) -> list[Outcome]:
     training = TRAININGS[name]
     with contextlib.ExitStack() as patches:
         if not training.rings:
-            none = mock.patch.object(process_channels, "make_device_ring", return_value=None)
+            none = mock.patch.object(channels, "make_device_ring", return_value=None)
             patches.enter_context(none)
         if training.staged:
-            by_hosts = mock.patch.object(process_channels, "go_over_hosts", return_value=True)
+            by_hosts = mock.patch.object(channels, "go_over_hosts", return_value=True)
             patches.enter_context(by_hosts)
         return list(_outcomes(rank, world, training, every))
 
