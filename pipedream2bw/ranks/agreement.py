@@ -8,6 +8,8 @@ different operations. So every rank raises and none hangs.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .. import _C
-from ..errors import RemoteTraceback, StageError
+from .. import _C, errors
+from ..errors import RemoteTraceback, StageError, reworded
 from .deadline import Deadline
 from .joining import join_world
 from .operations import ROW_LENGTH, Operation
@@ -124,14 +126,27 @@ class ControlPlane:
         Args:
             action: what an error says that took too long.
         """
-        return [value] if self.peers is None else self.peers.told_by_all(value, action)
+        if self.peers is None:
+            return [value]
+        told: list[Any] = [None] * self.size
+        self.deadline.wait(action, lambda: dist.all_gather_object(told, value, group=self.group))
+        return told
 
     def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:
         """Raises on every rank if one has an error, or if ranks differ in a setting."""
-        if self.peers is not None:
-            self.peers.agree_on_objects(error, settings)
-        elif error is not None:
-            raise error
+        everyone = self.told_by_all((_describe(error), settings))
+        for key in settings:
+            values = [theirs.get(key, settings[key]) for _, theirs in everyone]
+            if any(value != values[0] for value in values):
+                shown = enumerate(_where_they_differ(values))
+                listed = ", ".join(f"rank {rank}: {value}" for rank, value in shown)
+                raise ValueError(f"{key} must be the same on every rank, got {listed}")
+        for rank, (told, _) in enumerate(everyone):
+            if told is not None:  # the first rank's kind on all: callers go on by it
+                if type(_describe(error)) is type(told):
+                    assert error is not None
+                    raise error
+                raise reworded(told, f"rank {rank}: {told}") from error
 
     def together(
         self,
@@ -164,15 +179,22 @@ class ControlPlane:
 
     def from_first(self, make: Callable[[], _Made]) -> _Made:
         """Calls ``make`` on rank 0 alone; every rank returns what it gives, or raises."""
-        if self.peers is None:
+        if self.group is None:
             return make()
-        is_first = self.peers.group.rank() == 0
-        made: _Made = self.peers.from_first(self.together(make if is_first else lambda: None))
+        told: list[Any] = [self.together(make if self.group.rank() == 0 else lambda: None)]
+        send = functools.partial(dist.broadcast_object_list, told, group=self.group, group_src=0)
+        self.deadline.wait("agreeing", send)
+        made: _Made = told[0]
         return made
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value`` on rank 0 of the pipeline, an empty list elsewhere."""
-        return [value] if self.peers is None else self.peers.gather(value)
+        if self.group is None:
+            return [value]
+        told: list[Any] | None = [None] * self.size if self.group.rank() == 0 else None
+        send = functools.partial(dist.gather_object, value, told, group=self.group, group_dst=0)
+        self.deadline.wait("gathering", send)
+        return told or []
 
     @contextlib.contextmanager
     def errors_told(self) -> Iterator[None]:
@@ -218,3 +240,21 @@ def join(name: str, device_type: str, timeout: object) -> ControlPlane:
 
 def _first_discarded(table: list[list[int]]) -> int | None:
     return min((row[3] for row in table if row[3] >= 0), default=None)
+
+
+def _where_they_differ(values: list[Any]) -> list[Any]:
+    """The values, or of lists, which may be long, the first elements that differ."""
+    if all(isinstance(value, list) for value in values):
+        for items in itertools.zip_longest(*values, fillvalue="none"):
+            if any(item != items[0] for item in items):
+                return list(items)
+    return values
+
+
+def _describe(error: Exception | None) -> Exception | None:
+    """The error as other ranks raise it: all of ours, of others the type that everybody has."""
+    if error is None or type(error).__module__ == errors.__name__:
+        return error
+    kinds = (ValueError, TypeError, TimeoutError, OSError, RuntimeError)
+    kind = next((known for known in kinds if isinstance(error, known)), RuntimeError)
+    return kind(str(error) or type(error).__name__)

@@ -1,17 +1,16 @@
-"""The processes of a pipeline, where there are several, and what they tell each other."""
+"""The processes of a pipeline, where there are several, and what connects them."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from .. import errors
-from ..errors import PeerLost, PeerTimeout, StageError, reworded
+from ..errors import PeerLost, PeerTimeout, StageError
 from .boards import RowExchange, make_board
 from .deadline import Deadline
 from .first_failure import FirstFailure
@@ -54,8 +53,10 @@ class Peers:
             assert other is not None
             self.verdict_group = other
         # Processes before these, started by the same torchrun, may have left failures there.
-        name = f"{name}/{self.from_first(secrets.token_hex(4))}"
-        self.first_failure = FirstFailure(store, name, deadline.fault)
+        drawn = [secrets.token_hex(4)]
+        share = functools.partial(dist.broadcast_object_list, drawn, group=group, group_src=0)
+        deadline.wait("agreeing", share)
+        self.first_failure = FirstFailure(store, f"{name}/{drawn[0]}", deadline.fault)
 
     def exchange(
         self, row: list[int], operation: Operation, number: int, place: str
@@ -77,46 +78,6 @@ class Peers:
         )
         self._check_same_operation(table)
         return table
-
-    def told_by_all(self, value: _Made, action: str = "agreeing") -> list[_Made]:
-        """Every rank's ``value``, on every rank; ``action`` is what took too long, in an error."""
-        told: list[Any] = [None] * self.group.size()
-        self._deadline.wait(action, lambda: dist.all_gather_object(told, value, group=self.group))
-        return told
-
-    def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:
-        """Raises on every rank if one has an error, or if ranks differ in a setting."""
-        everyone = self.told_by_all((_describe(error), settings))
-        for key in settings:
-            values = [theirs.get(key, settings[key]) for _, theirs in everyone]
-            if any(value != values[0] for value in values):
-                shown = enumerate(_where_they_differ(values))
-                listed = ", ".join(f"rank {rank}: {value}" for rank, value in shown)
-                raise ValueError(f"{key} must be the same on every rank, got {listed}")
-        for rank, (told, _) in enumerate(everyone):
-            if told is not None:  # the first rank's kind on all: callers go on by it
-                if type(_describe(error)) is type(told):
-                    assert error is not None
-                    raise error
-                raise reworded(told, f"rank {rank}: {told}") from error
-
-    def from_first(self, value: Any) -> Any:
-        """The value of rank 0, on every rank."""
-        told = [value]
-        self._deadline.wait(
-            "agreeing", lambda: dist.broadcast_object_list(told, group=self.group, group_src=0)
-        )
-        return told[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` on rank 0, an empty list elsewhere."""
-        is_root = self.group.rank() == 0
-        gathered: list[Any] | None = [None] * self.group.size() if is_root else None
-        self._deadline.wait(
-            "gathering",
-            lambda: dist.gather_object(value, gathered, group=self.group, group_dst=0),
-        )
-        return gathered or []
 
     def _check_same_operation(self, table: list[list[int]]) -> None:
         called = [(Operation(row[0]).name, row[1]) for row in table]
@@ -175,21 +136,3 @@ def wait_for_all(
     )
     deadline.fault.raise_(failure)
     raise failure
-
-
-def _where_they_differ(values: list[Any]) -> list[Any]:
-    """The values, or of lists, which may be long, the first elements that differ."""
-    if all(isinstance(value, list) for value in values):
-        for items in itertools.zip_longest(*values, fillvalue="none"):
-            if any(item != items[0] for item in items):
-                return list(items)
-    return values
-
-
-def _describe(error: Exception | None) -> Exception | None:
-    """The error as other ranks raise it: all of ours, of others the type that everybody has."""
-    if error is None or type(error).__module__ == errors.__name__:
-        return error
-    kinds = (ValueError, TypeError, TimeoutError, OSError, RuntimeError)
-    kind = next((known for known in kinds if isinstance(error, known)), RuntimeError)
-    return kind(str(error) or type(error).__name__)
