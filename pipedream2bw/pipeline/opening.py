@@ -29,7 +29,6 @@ from ..ranks.devices import agree_on_devices
 from ..ranks.grid import RankGrid
 from ..ranks.mesh import mesh_of
 from ..rules import FUNCTION, check_values, refuse, settings
-from ..runtime.accumulation import Accumulation
 from ..runtime.local_stages import LocalStages
 from ..runtime.runner import StageOptions
 from ..runtime.session import Session
@@ -50,10 +49,8 @@ class Checked:
     """A model and options that go together. Nothing has been changed."""
 
     arrangement: Arrangement
-    root: nn.Module
     schedules: Sequence[Schedule]  # of each replica
     modes: Modes
-    accumulation: Accumulation
     stage_options: StageOptions
 
 
@@ -85,7 +82,7 @@ def open_session(
         )
         checked = control.together(
             lambda: check(model, loss_fn, options, arrangement, control.size),
-            same=lambda made: {"shards, and their shapes": shapes_of_shards(made.root)},
+            same=lambda made: {"shards, and their shapes": shapes_of_shards(made.modes.root)},
         )
         agree_on_devices(control, checked.stage_options.devices, summed=_what_is_summed(checked))
         # What waits for other ranks comes after this: it relies on equal settings.
@@ -101,7 +98,7 @@ def open_session(
         with control.errors_told():
             checked.stage_options.precision.convert()
             stages = LocalStages(
-                root=checked.root,
+                root=checked.modes.root,
                 mode=checked.modes.first,
                 schedule=checked.schedules[grid.replica],
                 grid=grid,
@@ -117,8 +114,6 @@ def open_session(
                 model=model,
                 modes=checked.modes,
                 stages=stages,
-                accumulation=checked.accumulation,
-                replicated=tuple(options.replicated),
                 without_values=without_values,
                 random_seed=seed,
             )
@@ -173,19 +168,8 @@ def check(
     if check_layers is not None:
         check_layers = functools.partial(check_layers, root=root, precision=precision)
     split = arrangement.split
-    stage_options = StageOptions(
-        pipeline=options,
-        loss_fn=loss_fn,
-        precision=precision,
-        devices=devices,
-        recompute=recompute,
-        compile_options=compiling,
-        microbatches_of_replicas=arrangement.microbatches_of_replicas,
-        update_slots=update_slots,
-    )
     return Checked(
         arrangement=arrangement,
-        root=root,
         schedules=schedules,
         modes=Modes(
             root=root,
@@ -199,13 +183,16 @@ def check(
             precision=precision,
             check_layers=check_layers,
         ),
-        accumulation=Accumulation(
-            options.accumulate,
-            averages=options.loss_reduction == "mean",
-            num_replicas=arrangement.width,
-            is_one_batch=stage_options.is_one_batch,
+        stage_options=StageOptions(
+            pipeline=options,
+            loss_fn=loss_fn,
+            precision=precision,
+            devices=devices,
+            recompute=recompute,
+            compile_options=compiling,
+            microbatches_of_replicas=arrangement.microbatches_of_replicas,
+            update_slots=update_slots,
         ),
-        stage_options=stage_options,
     )
 
 
@@ -260,13 +247,13 @@ def check_replicas_alike(
     Those of replicas, as replica 0's would be everybody's, and gradients of different parameters
     would be averaged; and those of a stage's processes, of parameters that are no shards.
     """
-    names = checked.modes.names_in(grid.stages_of_model)
-    tensors = dict(checked.root.named_parameters()) | dict(checked.root.named_buffers())
+    names, root = checked.modes.names_in(grid.stages_of_model), checked.modes.root
+    tensors = dict(root.named_parameters()) | dict(root.named_buffers())
     mine = {name: sampled_values(tensors[name]) for name in names if name not in without_values}
     place = (grid.shard, grid.local_ranks)
     told = control.told_by_all((place, grid.replica, mine))
-    cut = shard_dimensions(checked.root)
-    alike = {name for name, _ in checked.root.named_parameters()} - (cut or {}).keys()
+    cut = shard_dimensions(root)
+    alike = {name for name, _ in root.named_parameters()} - (cut or {}).keys()
     for rank, (place, replica, values) in enumerate(told):
         if cut is not None:
             whole = next(theirs for (shard, at), _, theirs in told if (shard, at) == (0, place[1]))
@@ -297,7 +284,7 @@ def capture(checked: Checked, grid: RankGrid) -> set[str]:
     Raises:
         ValueError, TypeError: the model cannot be captured or cut into these stages.
     """
-    root = checked.root
+    root = checked.modes.root
     if grid.in_processes and grid.depth > 1:
         refuse_synchronized(root)
     mode = checked.modes.capture()

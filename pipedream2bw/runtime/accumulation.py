@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..ranks.operations import Announcement
+from .runner import StageOptions
 
 
 class BatchPart(NamedTuple):
@@ -28,30 +28,23 @@ class BatchPart(NamedTuple):
     replica_weight: float
 
 
-@dataclasses.dataclass(eq=False)
 class Accumulation:
     """Counts train_steps and optimizer steps, which have to follow each other.
 
     Attributes:
-        num_steps: train_steps of one batch; those under :meth:`no_sync` come in addition.
-        averages: their gradients are averaged, not added; so are those of microbatches.
-        num_replicas: of the pipeline.
-        is_one_batch: the rows of all replicas are one batch, in which each loss has its weight.
-            Otherwise each replica has a batch of its own, and their gradients are averaged.
         hooks_average: hooks make replicas' gradients their mean, and nothing adds them up.
         num_updates: optimizer steps so far: the number of the batch that comes or waits for its
             step.
         steps_in_batch: train_steps of the last batch that has begun.
     """
 
-    num_steps: int = 1
-    _: dataclasses.KW_ONLY
-    averages: bool = True
-    num_replicas: int = 1
-    is_one_batch: bool = False
-    hooks_average: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(self, options: StageOptions, num_replicas: int) -> None:
+        # Of one batch; those under no_sync() come in addition.
+        self._num_steps = options.pipeline.accumulate
+        self._averages = options.pipeline.loss_reduction == "mean"
+        self._num_replicas = num_replicas
+        self._is_one_batch = options.is_one_batch
+        self.hooks_average = False
         self._holds = False  # inside no_sync()
         self.num_updates = self.steps_in_batch = 0
         self._counted = 0  # train_steps that count towards a step
@@ -83,9 +76,9 @@ class Accumulation:
         Raises:
             ValueError: a batch has several train_steps anyway.
         """
-        if self.num_steps > 1:
+        if self._num_steps > 1:
             raise ValueError(
-                f"no_sync(): accumulate is {self.num_steps}, it must be 1: with accumulate=n the "
+                f"no_sync(): accumulate is {self._num_steps}, it must be 1: with accumulate=n the "
                 "gradients of n train_steps are added up without it"
             )
         before, self._holds = self._holds, True
@@ -103,11 +96,12 @@ class Accumulation:
         self.check_weights_are_own("train_step()")
         if self._is_complete:
             raise ValueError(self._message(self.num_updates))
-        ends = not self._holds and (self._counted + 1) % self.num_steps == 0
+        ends = not self._holds and (self._counted + 1) % self._num_steps == 0
         begins = self._last is None or self._last.ends
-        num_averaged = self.num_steps if self.averages else 1
-        divided_later = self.num_replicas if self.hooks_average else 1
-        weight = divided_later / (1 if self.is_one_batch else self.num_replicas)
+        num_averaged = self._num_steps if self._averages else 1
+        divided_later = self._num_replicas if self.hooks_average else 1
+        # Where each replica has a batch of its own, their gradients are averaged.
+        weight = divided_later / (1 if self._is_one_batch else self._num_replicas)
         return BatchPart(self.num_updates, begins, ends, num_averaged, weight)
 
     def take(self, part: BatchPart) -> None:
@@ -152,7 +146,7 @@ class Accumulation:
     def go_on_from(self, updates: int) -> None:
         """The next batch has this number."""
         self.num_updates = updates
-        self._counted, self._held = updates * self.num_steps, 0
+        self._counted, self._held = updates * self._num_steps, 0
         self._last = None
 
     @property
@@ -160,7 +154,7 @@ class Accumulation:
         return self._last is not None and self._last.ends and self._last.batch == self.num_updates
 
     def _message(self, calls: int) -> str:
-        n = self.num_steps
+        n = self._num_steps
         each = "each train_step" if n == 1 else f"every {n} train_steps (accumulate={n})"
         held = f" and {self._held} under no_sync()" if self._held else ""
         outside = " outside no_sync()" if self._held else ""

@@ -32,25 +32,19 @@ _Part = TypeVar("_Part")
 
 
 class Intake:
-    """Checks calls, agrees on their microbatches and splits them.
+    """Checks calls, agrees on their microbatches and splits them."""
 
-    Args:
-        replicated: names of arguments that every microbatch gets whole.
-        losses_are_means: over microbatches' rows; otherwise sums.
-    """
-
-    def __init__(
-        self, stages: LocalStages, replicated: Sequence[str], *, losses_are_means: bool
-    ) -> None:
+    def __init__(self, stages: LocalStages) -> None:
+        options = stages.options.pipeline
         self._grid = stages.grid
-        self._losses_are_means = losses_are_means
+        self._losses_are_means = options.loss_reduction == "mean"  # otherwise sums
         self._num_microbatches = stages.schedule.total_microbatches
         self._is_one_batch = stages.options.is_one_batch
-        self._normalizer = Normalizer(stages.options.pipeline.normalizer, self._grid)
+        self._normalizer = Normalizer(options.normalizer, self._grid)
         of_replicas = stages.options.microbatches_of_replicas
         self._of_replicas = of_replicas or (self._num_microbatches,) * self._grid.width
         self._first = sum(self._of_replicas[: self._grid.replica])
-        self._replicated = replicated
+        self._replicated = tuple(options.replicated)
         self._layouts: dict[tuple[int, int], int] = {}  # (hash of shapes, rows) -> number
 
     def take(

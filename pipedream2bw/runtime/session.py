@@ -39,16 +39,15 @@ class Session:
         model: what the caller gave, a module or a list of modules.
         modes: its captures, one of which has been made.
         stages: those of this process, which have taken the model over.
-        accumulation: which train_steps make one batch.
-        replicated: names of arguments that every microbatch gets whole.
         without_values: names of parameters and buffers that are to be loaded.
         random_seed: of what training draws, the same on all ranks; None: torch's own numbers.
 
     Attributes:
-        model, modes, stages, accumulation: as given. root: the model as one module.
+        model, modes, stages: as given. root: the model as one module.
         random_seed: may be changed between train_steps, on all ranks. A run that begins with the
             seed and ``num_train_steps`` of another one draws what that one would have drawn next.
         grid: which process runs which stages.
+        accumulation: which train_steps make one batch.
         control: how all ranks agree; it has the fault that ends all waiting, and the timeout.
         local_model: this process's parameters, buffers and state.
         ending: whether the pipeline is open, and what has ended it.
@@ -68,8 +67,6 @@ class Session:
         model: nn.Module | Sequence[nn.Module],
         modes: Modes,
         stages: LocalStages,
-        accumulation: Accumulation,
-        replicated: Sequence[str] = (),
         without_values: Collection[str] = (),
         random_seed: int | None = None,
     ) -> None:
@@ -77,7 +74,7 @@ class Session:
         self.random_seed = random_seed
         self.modes = modes
         self.stages = stages
-        self.accumulation = accumulation
+        self.accumulation = Accumulation(stages.options, stages.grid.width)
         self.root = stages.root
         self.grid = stages.grid
         self.control = stages.control
@@ -87,10 +84,10 @@ class Session:
         devices = {device.type for device in stages.options.devices}
         self._contexts = Contexts(stages.options.precision, devices)
         self.num_train_steps = 0
-        self.discarding = Discarding(stages, accumulation, self.extensions)
+        self.discarding = Discarding(stages, self.accumulation, self.extensions)
         self.uncaught_before = last_uncaught()
         self.num_evaluations = 0
-        self.intake = Intake(stages, replicated, losses_are_means=accumulation.averages)
+        self.intake = Intake(stages)
         self.first_unfinished: int | None = None
         self.changes = ModelChanges(modes, stages)
         self._has_updated = False  # since the last drain

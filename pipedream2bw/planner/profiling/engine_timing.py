@@ -12,7 +12,6 @@ from ...options import Options
 from ...ranks.agreement import ControlPlane
 from ...ranks.deadline import Deadline
 from ...ranks.grid import RankGrid
-from ...runtime.accumulation import Accumulation
 from ...runtime.closing import close
 from ...runtime.local_stages import LocalStages
 from ...runtime.microbatch import Microbatch
@@ -160,4 +159,4 @@ def _session(num_microbatches: int, rows: torch.Tensor) -> Session:
             recompute=[False],
         ),
     )
-    return Session(model=layer, modes=modes, stages=stages, accumulation=Accumulation())
+    return Session(model=layer, modes=modes, stages=stages)
