@@ -22,9 +22,7 @@ from ..model.metrics import Metric
 from ..options import Options
 from ..ranks.mesh import mesh_of
 from ..ranks.operations import Announcement, Operation
-from ..runtime.closing import close, give_back
 from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
-from ..runtime.discard_batch import discard_batch, discard_left
 from ..runtime.evaluation import evaluate, evaluate_loss
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.lazy_numbers import Loss
@@ -312,7 +310,7 @@ class PipelineModule(nn.Module):
                 normalizer, or one too many.
             StageError: the pipeline has failed; its attributes say where and why.
         """
-        discard_left(self.session)
+        self.session.discard_left()
         arguments = StepArguments(
             Microbatch(*args, target=target, **kwargs), microbatches, normalizer
         )
@@ -353,7 +351,7 @@ class PipelineModule(nn.Module):
         Every rank calls it; drains. The next batch reads the newest weights. After an interrupt the
         next ``train_step`` does it by itself.
         """
-        return discard_batch(self.session)
+        return self.session.discard_batch()
 
     def forward(
         self, *args: Any, microbatches: Iterable[Microbatch] | None = None, **kwargs: Any
@@ -423,7 +421,7 @@ class PipelineModule(nn.Module):
             raise RuntimeError(
                 "unsplit() works in one process; under torchrun use full_state_dict()"
             )
-        give_back(self.session)
+        self.session.give_back()
         return self.session.model
 
     # ------------------------------------------------------------------ reports
@@ -773,7 +771,7 @@ class PipelineModule(nn.Module):
         Raises:
             StageError: on every rank: the last batch was discarded. The pipeline is closed.
         """
-        close(self.session)
+        self.session.close()
 
     def abort(self) -> None:
         """Ends this process's part at once, without waiting for any other rank.
