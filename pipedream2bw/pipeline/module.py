@@ -22,7 +22,7 @@ from ..model.metrics import Metric
 from ..options import Options
 from ..ranks.mesh import mesh_of
 from ..ranks.operations import Announcement, Operation
-from ..runtime.comm_hook import CommHook, CommHooks, register_comm_hook, replica_group
+from ..runtime.comm_hook import CommHook, StageHook, register_comm_hook, replica_group
 from ..runtime.evaluation import evaluate, evaluate_loss
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.lazy_numbers import Loss
@@ -168,7 +168,7 @@ class PipelineModule(nn.Module):
         idle = {"update_slots": update_slots, "warmup_batches": warmup_batches}
         warn_without_delay(session.schedule, session.grid.rank, idle)
         self.session = session
-        self._hooks: CommHooks | None = None
+        self._hooks: Sequence[StageHook] = ()
 
     # ------------------------------------------------------------------ what the user reads
 

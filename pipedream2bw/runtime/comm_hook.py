@@ -41,38 +41,7 @@ def replica_group(session: Session, stage: int | None = None) -> dist.ProcessGro
     return group
 
 
-class CommHooks(Extension):
-    """Holds the hooks of this process's stages."""
-
-    name = "register_comm_hook"
-    excludes = exclusions(
-        """
-register_comm_hook: given, width: 1 |
-    nothing is added up => hooks need several replicas
-register_comm_hook: given, schedule: of two pipelines |
-    parts of a batch are added, and hooks average => hooks need a schedule of one pipeline
-register_comm_hook: given, schedule: of several delays |
-    updates wait for all stages where there is one delay => hooks need a schedule of one delay
-register_comm_hook: given, optimizer_device: given |
-    it takes gradients bucket by bucket as they are added up => hooks need None
-register_comm_hook: given, devices of the stages: other than cpu, num_stages: above 1 |
-    a hook that takes memory or reads a number there may wait for messages between stages that
-    wait for it => there must be 1 stage, or stages on the CPU
-register_comm_hook: given, shard_state: True |
-    a hook makes all gradients the mean on every replica, of which each would need its share alone
-    => it must be one of the two
-""",
-        {"other than cpu": lambda devices: any(device.type != "cpu" for device in devices)},
-    )
-
-    def __init__(self, hooks: Sequence[StageHook]) -> None:
-        self._hooks = hooks
-
-    def __repr__(self) -> str:
-        return str(self._hooks[0])
-
-
-def register_comm_hook(session: Session, state: object, hook: CommHook) -> CommHooks:
+def register_comm_hook(session: Session, state: object, hook: CommHook) -> list[StageHook]:
     """Makes hooks do what else adds up the replicas' gradients: see PipelineModule. Drains.
 
     They are gone with what is returned.
@@ -101,9 +70,8 @@ def register_comm_hook(session: Session, state: object, hook: CommHook) -> CommH
         made = StageHook(stage.weights, hook, own, group=group, fault=session.control.fault)
         hooks.append(made)
         _C.set_hook(stage.weights.engine, while_alive(made.average_all))
-    held = CommHooks(hooks)
-    session.extensions.put(HOOKS, [held])
-    return held
+    session.extensions.put(HOOKS, hooks)
+    return hooks
 
 
 def check_hooks(session: Session, *, is_new: bool = False) -> None:
@@ -135,7 +103,7 @@ def _check(session: Session, hook: Any) -> None:
         inspect.signature(hook).bind(None, None)
     except TypeError as error:
         raise TypeError(f"{what}: hook: {shown(hook)} must take (state, bucket): {error}") from None
-    refuse(CommHooks.excludes, {**session.facts, what: hook})
+    refuse(StageHook.excludes, {**session.facts, what: hook})
     if session.extensions.at(HOOKS):
         raise ValueError(f"{what}: called twice, a pipeline has one hook")
     session.accumulation.check_between_batches(what)
@@ -176,8 +144,29 @@ def _check_group(state: Any, group: dist.ProcessGroup) -> None:
     )
 
 
-class StageHook:
+class StageHook(Extension):
     """What a stage's update calls in place of adding up its gradients over the replicas."""
+
+    name = "register_comm_hook"
+    excludes = exclusions(
+        """
+register_comm_hook: given, width: 1 |
+    nothing is added up => hooks need several replicas
+register_comm_hook: given, schedule: of two pipelines |
+    parts of a batch are added, and hooks average => hooks need a schedule of one pipeline
+register_comm_hook: given, schedule: of several delays |
+    updates wait for all stages where there is one delay => hooks need a schedule of one delay
+register_comm_hook: given, optimizer_device: given |
+    it takes gradients bucket by bucket as they are added up => hooks need None
+register_comm_hook: given, devices of the stages: other than cpu, num_stages: above 1 |
+    a hook that takes memory or reads a number there may wait for messages between stages that
+    wait for it => there must be 1 stage, or stages on the CPU
+register_comm_hook: given, shard_state: True |
+    a hook makes all gradients the mean on every replica, of which each would need its share alone
+    => it must be one of the two
+""",
+        {"other than cpu": lambda devices: any(device.type != "cpu" for device in devices)},
+    )
 
     def __init__(
         self,
