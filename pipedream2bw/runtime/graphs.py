@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .. import _C
-from .microbatch_kinds import RecordedForwards
-from .runner import StageOptions, StageRunner, while_alive
+from .microbatch_kinds import MicrobatchKinds, refusal
+from .run_again import with_tensors
+from .runner import MicrobatchInputs, RunInputs, StageOptions, StageRunner, while_alive
+from .stage_weights import StageWeights
 
 _SHARE_OF_MEMORY = 4
 """The graphs of a process take up to this part of its device's memory."""
@@ -45,25 +49,63 @@ def graphs_of(report: _C.GraphReport) -> StageGraphs:
     )
 
 
-def with_graphs(runner: StageRunner, options: StageOptions) -> StageRunner | RecordedForwards:
-    """What runs a stage's forwards for the engine: the runner itself, unless some are recorded."""
-    if options.pipeline.graphs is False:
-        return runner
-    return RecordedForwards(runner, has_metrics=bool(options.metrics))
+class _Looked(NamedTuple):
+    """What has been taken out of a run's inputs for a forward that comes next, or never."""
+
+    run: int
+    microbatch: int
+    inputs: RunInputs
+    given: MicrobatchInputs
 
 
-def graph_setup(
-    forwards: StageRunner | RecordedForwards,
-    graphs: bool | str,
-    device: torch.device,
-    num_stages: int,
-) -> _C.GraphSetup:
+class RecordingRunner(StageRunner):
+    """Some of whose forwards are recorded, and are not called again for their kind."""
+
+    def __init__(
+        self, stage: int, num_stages: int, weights: StageWeights, options: StageOptions
+    ) -> None:
+        super().__init__(stage, num_stages, weights, options)
+        self._kinds = MicrobatchKinds(self.buffer_places)
+        self._looked: _Looked | None = None
+
+    def look(self, call: _C.ForwardCall) -> _C.GivenInputs:
+        """Takes what a microbatch of a train_step is given, before :meth:`forward` or instead."""
+        inputs, given = self.take(call)
+        self._looked = _Looked(call.run, call.microbatch, inputs, given)
+        if call.microbatch == 0:
+            self._kinds.look_at_buffers()
+        share = inputs.sizes[call.microbatch] / inputs.total_rows if self._metrics else None
+        leaves, structure = pytree.tree_flatten((given.values, given.target))
+        # Of a forward that has called add_loss() the weight is a constant, too.
+        weight = given.loss_weight if self.adds_losses else None
+        kind = self._kinds.number(leaves, structure, weight, share)
+        return _C.GivenInputs(given.tensors(), kind, self._kinds.refusal or refusal(leaves))
+
+    def forward(self, call: _C.ForwardCall) -> _C.ForwardResult:
+        """Runs one microbatch."""
+        looked = self._looked
+        if call.given is not None:
+            assert looked is not None, "look() comes before a recording"
+            given = with_tensors(looked.given, call.given)
+            with self._kinds.recording():
+                return self.train(looked.inputs, given, call)
+        if call.again:
+            return super().forward(call)
+        self._looked = None
+        if looked is not None and (looked.run, looked.microbatch) == (call.run, call.microbatch):
+            return self.train(looked.inputs, looked.given, call)
+        return super().forward(call)
+
+
+def graph_setup(runner: StageRunner, options: StageOptions, num_stages: int) -> _C.GraphSetup:
     """How a stage, one of so many of this process, uses graphs."""
-    if isinstance(forwards, StageRunner):
+    if not isinstance(runner, RecordingRunner):
         return _C.GraphSetup()
-    most_bytes = most_bytes_of(device, num_stages)
-    look = while_alive(forwards.look)
-    return _C.GraphSetup(always=graphs is True, look=look, most_bytes=most_bytes)
+    return _C.GraphSetup(
+        always=options.pipeline.graphs is True,
+        look=while_alive(runner.look),
+        most_bytes=most_bytes_of(runner.device, num_stages),
+    )
 
 
 def most_bytes_of(device: torch.device, num_stages: int) -> int | None:

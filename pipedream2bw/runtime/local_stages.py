@@ -24,7 +24,7 @@ from ..stages.compile import compiled
 from ..stages.modes import Mode
 from ..stages.program import StageProgram
 from .engine_end import KeptErrors, end_engine, keeping
-from .graphs import graph_setup, with_graphs
+from .graphs import RecordingRunner, graph_setup
 from .joint_updates import JointUpdates
 from .runner import BoundProgram, StageOptions, StageRunner, while_alive
 from .stage_values import take_over
@@ -39,7 +39,6 @@ class LocalStage:
     index: int
     weights: StageWeights
     runner: StageRunner
-    forwards: object  # which the engine calls, and does not hold
     executor: _C.Executor  # of the rank, which may have several stages
     bound: dict[int, BoundProgram] = dataclasses.field(default_factory=dict)  # by wiring
 
@@ -189,8 +188,8 @@ class LocalStages:
         threads = torch.get_num_threads()
         for rank in grid.local_ranks:
             here = grid.stages_of(rank)
-            runners = {i: StageRunner(i % d, d, weights_of[i], options) for i in here}
-            forwards = {i: with_graphs(runners[i], options) for i in here}
+            make = StageRunner if options.pipeline.graphs is False else RecordingRunner
+            runners = {i: make(i % d, d, weights_of[i], options) for i in here}
             executor = _C.Executor(
                 schedule=schedule,
                 rank=rank,
@@ -203,14 +202,9 @@ class LocalStages:
                     _C.StageSetup(
                         index=i,
                         stage=weights_of[i].engine,
-                        forward=while_alive(forwards[i].forward),
+                        forward=while_alive(runners[i].forward),
                         recompute=options.recompute[i % d],
-                        graphs=graph_setup(
-                            forwards[i],
-                            options.pipeline.graphs,
-                            weights_of[i].device,
-                            len(grid.stages),
-                        ),
+                        graphs=graph_setup(runners[i], options, len(grid.stages)),
                     )
                     for i in here
                 ],
@@ -221,13 +215,7 @@ class LocalStages:
                 keep_error=keeping(weakref.ref(self._errors)),
             )
             stages += [
-                LocalStage(
-                    index=i,
-                    weights=weights_of[i],
-                    runner=runners[i],
-                    forwards=forwards[i],
-                    executor=executor,
-                )
+                LocalStage(index=i, weights=weights_of[i], runner=runners[i], executor=executor)
                 for i in schedule.update_order(rank)
             ]
         torch.set_num_threads(threads)  # setting a thread's number sets the default of new ones
@@ -251,7 +239,7 @@ class LocalStages:
             here = stage.index
             program = mode.programs[here % d]
             functions = stage.weights.bind(program)
-            stage.bound[mode.wiring] = BoundProgram.of(
+            stage.bound[mode.wiring] = BoundProgram(
                 program,
                 [compiled(each, options, splits_backward=splits) for each in functions],
                 to_processes=self.grid.in_processes,

@@ -1,18 +1,15 @@
-"""Forwards for an engine that records them: what each depends on beside its tensors."""
+"""What a recorded forward depends on beside its tensors."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from .. import _C
 from ..model.added_loss import LossWeight
-from .run_again import with_tensors
-from .runner import MicrobatchInputs, RunInputs, StageRunner
 
 _MOST_KINDS = 64
 _MOST_TIMES_REPLACED = 2
@@ -99,50 +96,3 @@ def refusal(leaves: Sequence[Any]) -> str:
         type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))
     }
     return f"an argument is of type {min(others)}" if others else ""
-
-
-class _Looked(NamedTuple):
-    """What has been taken out of a run's inputs for a forward that comes next, or never."""
-
-    run: int
-    microbatch: int
-    inputs: RunInputs
-    given: MicrobatchInputs
-
-
-class RecordedForwards:
-    """A runner's forwards, some of which are recorded, and are not called again for their kind."""
-
-    def __init__(self, runner: StageRunner, *, has_metrics: bool) -> None:
-        self._runner = runner
-        self._has_metrics = has_metrics
-        self._kinds = MicrobatchKinds(runner.buffer_places)
-        self._looked: _Looked | None = None
-
-    def look(self, call: _C.ForwardCall) -> _C.GivenInputs:
-        """Takes what a microbatch of a train_step is given, before :meth:`forward` or instead."""
-        inputs, given = self._runner.take(call)
-        self._looked = _Looked(call.run, call.microbatch, inputs, given)
-        if call.microbatch == 0:
-            self._kinds.look_at_buffers()
-        share = inputs.sizes[call.microbatch] / inputs.total_rows if self._has_metrics else None
-        leaves, structure = pytree.tree_flatten((given.values, given.target))
-        # Of a forward that has called add_loss() the weight is a constant, too.
-        weight = given.loss_weight if self._runner.adds_losses else None
-        kind = self._kinds.number(leaves, structure, weight, share)
-        return _C.GivenInputs(given.tensors(), kind, self._kinds.refusal or refusal(leaves))
-
-    def forward(self, call: _C.ForwardCall) -> _C.ForwardResult:
-        """Runs one microbatch."""
-        looked = self._looked
-        if call.given is not None:
-            assert looked is not None, "look() comes before a recording"
-            given = with_tensors(looked.given, call.given)
-            with self._kinds.recording():
-                return self._runner.train(looked.inputs, given, call)
-        if call.again:
-            return self._runner.forward(call)
-        self._looked = None
-        if looked is not None and (looked.run, looked.microbatch) == (call.run, call.microbatch):
-            return self._runner.train(looked.inputs, looked.given, call)
-        return self._runner.forward(call)

@@ -86,27 +86,25 @@ class StageOptions:
         return bool(self.microbatches_of_replicas or self.pipeline.normalizer)
 
 
-@dataclasses.dataclass
 class BoundProgram:
-    """A stage's program with one function for each weight slot."""
+    """A stage's program with one function for each weight slot.
 
-    program: StageProgram
-    functions: list[StageFunction]
-    inbound: list[int]  # producer stages
-    sends: list[list[int]]  # by consumer: positions in the outputs
-    to_processes: bool
+    Args:
+        to_processes: whether other processes may need its outputs.
+    """
 
-    @classmethod
-    def of(
-        cls, program: StageProgram, functions: list[StageFunction], *, to_processes: bool
-    ) -> BoundProgram:
-        """Orders the edges as the engine does: by stage."""
+    def __init__(
+        self, program: StageProgram, functions: list[StageFunction], *, to_processes: bool
+    ) -> None:
+        self.functions = functions
+        self._outputs = program.outputs
+        self._to_processes = to_processes
         position = {name: i for i, name in enumerate(program.outputs)}
-        sends = [
+        # By consumer, which the engine orders by stage: positions in the outputs.
+        self._sends = [
             [position[name] for name in program.sends[consumer]]
             for consumer in sorted(program.sends)
         ]
-        return cls(program, functions, sorted(program.receives), sends, to_processes)
 
     def messages(self, outputs: Sequence[Any]) -> list[_C.Message]:
         """Packs the stage's outputs into one message for each consumer.
@@ -114,9 +112,9 @@ class BoundProgram:
         Raises:
             TypeError: an output is no plain tensor, and other processes may need it.
         """
-        if self.to_processes and self.sends:
-            check_plain(self.program.outputs, outputs)
-        return [pack([outputs[i] for i in positions]) for positions in self.sends]
+        if self._to_processes and self._sends:
+            check_plain(self._outputs, outputs)
+        return [pack([outputs[i] for i in positions]) for positions in self._sends]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -195,6 +193,7 @@ class StageRunner:
             called again before its backward.
 
     Attributes:
+        device: of the stage.
         calls: what the stage is to call between its runs.
         buffer_places: lists the buffers that its forwards use.
         bytes_kept: of a microbatch for its backward, by layout.
@@ -209,8 +208,7 @@ class StageRunner:
         self._is_last = stage == num_stages - 1
         self.loss_fn = loss_fn = options.loss_fn
         self._metrics = options.metrics
-        self._device = weights.device
-        self._state_pointers = weights.storage_pointers
+        self.device = weights.device
         losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
         of_losses = [Holder(module._buffers, None) for module in losses]
         loss_places = [(holder, leaf) for holder, _ in of_losses for leaf in holder]
@@ -218,7 +216,6 @@ class StageRunner:
         self._buffers = WrittenBuffers(lambda: [*buffer_holders(weights), *of_losses])
         self.calls = StageCalls()
         self._begun: list[tuple[int, int]] = []  # batches that may be taken back, and first runs
-        self._engine = weights.engine
         self._precision = options.precision
         self._again = (
             RunAgain(self.buffer_places, weights.frozen.values())
@@ -294,7 +291,7 @@ class StageRunner:
         return inputs, MicrobatchInputs.of(inputs, call.microbatch)
 
     def _begin_batch(self, batch: int, run: int) -> None:
-        newest = self._engine.newest_version
+        newest = self._weights.engine.newest_version
         while self._begun and self._begun[0][0] < newest:  # its update has been made
             self._buffers.forget(self._begun.pop(0)[1])
         if self._first_added is not None and self._first_added[0] < newest:
@@ -355,7 +352,7 @@ class StageRunner:
         self, output: Any, target: Any, inputs: RunInputs, call: _C.ForwardCall
     ) -> torch.Tensor:
         share = inputs.sizes[call.microbatch] / inputs.total_rows
-        return measure(self._metrics, output, target, share, self._device)
+        return measure(self._metrics, output, target, share, self.device)
 
     def _check_graph(
         self, loss: torch.Tensor, inputs: RunInputs, call: _C.ForwardCall, *, is_new: bool
@@ -386,7 +383,7 @@ class StageRunner:
         """
         if layout in self.bytes_kept:
             return None
-        not_counted = self._state_pointers() | _storages(own.tensors())
+        not_counted = self._weights.storage_pointers() | _storages(own.tensors())
         if self._again is not None:
             not_counted |= _storages(tensor for part in inbound for tensor in part.tensors)
         return SavedBytes(not_counted)
@@ -408,7 +405,7 @@ class StageRunner:
         has_loss: bool = True,
     ) -> tuple[list[_C.Message], torch.Tensor | None, Any]:
         """Messages; of the last stage the loss, if it has one, and the model's output."""
-        with Weighed(own.loss_weight) as weighed, self._precision.computing(self._device.type):
+        with Weighed(own.loss_weight) as weighed, self._precision.computing(self.device.type):
             outputs = bound.functions[slot](self._values(own, inbound))
             loss = None
             if self._is_last and has_loss:
