@@ -7,7 +7,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,24 +21,40 @@ from .restriction import Beside, Restriction, beside_states, options_of, set_bes
 log = logging.getLogger("pipedream2bw")
 
 
+class _Part(NamedTuple):
+    """Parameters of a stage that are stepped together, by their positions and names."""
+
+    positions: Sequence[int]
+    names: Sequence[str]
+    restriction: Restriction
+    optimizer: torch.optim.Optimizer
+
+
 class StageStepper:
     """Runs an optimizer's own step on its parameters of one stage.
 
     Parameters that the same other stages hold are stepped apart from the stage's own: their copies
     stay equal also where an optimizer combines values over the parameters that it is given.
+
+    Attributes:
+        is_empty: whether the optimizer has no parameter on this stage.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stage: StageWeights) -> None:
-        given = set(map(id, parameters_of(optimizer)))
+        self._stage = stage
+        given, names = set(map(id, parameters_of(optimizer))), list(stage.trainable)
         positions: dict[tuple[int, ...], list[int]] = {(stage.index_in_model,): []}
-        for i, name in enumerate(stage.trainable):
+        for i, name in enumerate(names):
             if id(stage.originals[i]) in given and stage.engine.owns(i):
                 positions.setdefault(stage.stages_of(name), []).append(i)
-        self._parts = [
-            _PartStepper(optimizer, stage, those)
-            for those in positions.values()
-            if those or len(positions) == 1
-        ]
+        self._parts: list[_Part] = []
+        for those in positions.values():
+            if those or len(positions) == 1:
+                pairs = [(stage.originals[i], stage.handles[i]) for i in those]
+                restriction, own = Restriction(pairs), [names[i] for i in those]
+                self._parts.append(_Part(those, own, restriction, restriction.of(optimizer)))
+        self.is_empty = not self._parts[0].positions
+        stage.handles_step |= not self.is_empty
         # By update, not yet made: an update whose gradients overflowed leaves them to the next.
         self._changes: collections.deque[tuple[int, list[dict[str, Any]]]] = collections.deque()
 
@@ -47,14 +63,14 @@ class StageStepper:
         self._make_changes()
         return options_of(self._parts[0].optimizer.param_groups)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the optimizer has no parameter on this stage."""
-        return not self._parts[0].positions
-
     def states(self) -> dict[int, dict[str, Any]]:
         """What the optimizer keeps of the stage's parameters, by their positions; live."""
-        return {i: part.state_of(i) for part in self._parts for i in part.positions}
+        handles = self._stage.handles
+        return {
+            i: dict(part.optimizer.state.get(handles[i], {}))
+            for part in self._parts
+            for i in part.positions
+        }
 
     def beside(
         self,
@@ -69,16 +85,30 @@ class StageStepper:
             update: the last one, which may have been left out; None: drained.
         """
         self._make_changes(update)
-        found = [part.beside() for part in self._parts if part.positions]
-        for each in found:
+        found: dict[str, Beside] = {}
+        for part in self._parts if not self.is_empty else ():
+            each = {**beside_states(part.optimizer), "params": part.names}
             theirs = zip(each["param_groups"], changes(given, seen), strict=True)
             each["param_groups"] = [{**group, **changed} for group, changed in theirs]
-        return {each["params"][0]: each for each in found}
+            found[part.names[0]] = each
+        return found
 
     def go_on(self, beside: Mapping[str, Beside]) -> None:
         """Goes on with what :meth:`beside` gave: a part with that of its first parameter."""
         for part in self._parts:
-            part.go_on(beside)
+            mine = {n: each for each in beside.values() for n in each["params"] if n in part.names}
+            if self.is_empty or part.names[0] not in mine:
+                continue
+            first = mine[part.names[0]]
+            set_beside(part.optimizer, first)
+            others = [each for each in mine.values() if each is not first]
+            if any(differ({**first, "params": 0}, {**each, "params": 0}) for each in others):
+                log.warning(
+                    "%s: stages kept other values beside their parameters' states, and were split "
+                    "otherwise: the stage of %s goes on with those of that parameter's",
+                    type(part.optimizer).__name__,
+                    part.names[0],
+                )
 
     def change(self, update: int, groups: list[dict[str, Any]]) -> None:
         """Before the update of that number: what the user has changed in each group."""
@@ -100,8 +130,26 @@ class StageStepper:
     def step(self, update: int, slot: int, divisor: float) -> None:
         """One step of the weights in a slot; called by the thread of the stage's updates."""
         self._make_changes(update)
-        for part in self._parts:
-            part.step(slot, divisor)
+        for part in self._parts if not self.is_empty else ():
+            self._step_part(part, slot, divisor)
+
+    def _step_part(self, part: _Part, slot: int, divisor: float) -> None:
+        engine, optimizer = self._stage.engine, part.optimizer
+        handles = [self._stage.handles[i] for i in part.positions]
+        self._stage.check_unwritten(handles)
+        outside = [(handle.data, handle.grad) for handle in handles]
+        for i, handle in zip(part.positions, handles, strict=True):
+            handle.data = engine.master(slot, i)
+            gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
+            handle.grad = gradient
+        try:
+            with part.restriction.states_shared(), _divided_lr(optimizer.param_groups, divisor):
+                type(optimizer).step(optimizer)
+        finally:
+            for handle, (data, gradient) in zip(handles, outside, strict=True):
+                handle.grad = None  # one of another dtype is of no tensor
+                handle.data, handle.grad = data, gradient
+        self._written(part, slot)
 
     def call(self, name: str) -> None:
         """Calls the method of that name, if the optimizer has it. The pipeline must be drained."""
@@ -109,7 +157,19 @@ class StageStepper:
         for part in self._parts:
             method = getattr(type(part.optimizer), name, None)
             if method is not None:
-                part.call(method)
+                with part.restriction.states_shared():
+                    method(part.optimizer)
+                self._written(part, self._stage.engine.newest_slot)
+
+    def _written(self, part: _Part, slot: int) -> None:
+        """The optimizer has written to its weights in a slot, or to the masters they round to."""
+        engine = self._stage.engine
+        self._stage.note_stepped(self._stage.handles[i] for i in part.positions)
+        with torch.no_grad():
+            for i in part.positions:
+                weight, master = engine.weight(slot, i), engine.master(slot, i)
+                if weight.dtype != master.dtype:
+                    weight.copy_(master)
 
 
 Steppers = Mapping[tuple[int, int], StageStepper]
@@ -139,86 +199,6 @@ def steps_in(
             extension.after_update(update, slot)
 
     return steps
-
-
-class _PartStepper:
-    """Steps the parameters at ``positions`` of the stage."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, stage: StageWeights, positions: list[int]
-    ) -> None:
-        self._stage = stage
-        self.positions = positions
-        stage.handles_step |= bool(positions)
-        self._names = [list(stage.trainable)[i] for i in positions]
-        pairs = [(stage.originals[i], stage.handles[i]) for i in positions]
-        self._restriction = Restriction(pairs)
-        self.optimizer = self._restriction.of(optimizer)
-
-    def state_of(self, position: int) -> dict[str, Any]:
-        return dict(self.optimizer.state.get(self._stage.handles[position], {}))
-
-    def beside(self) -> Beside:
-        """Copies of what the optimizer keeps beside its parameters' states."""
-        return {**beside_states(self.optimizer), "params": self._names}
-
-    def go_on(self, beside: Mapping[str, Beside]) -> None:
-        """Goes on with that of its first parameter."""
-        mine = {n: each for each in beside.values() for n in each["params"] if n in self._names}
-        if self._names and self._names[0] in mine:
-            first = mine[self._names[0]]
-            set_beside(self.optimizer, first)
-            others = [each for each in mine.values() if each is not first]
-            if any(differ({**first, "params": 0}, {**each, "params": 0}) for each in others):
-                log.warning(
-                    "%s: stages kept other values beside their parameters' states, and were split "
-                    "otherwise: the stage of %s goes on with those of that parameter's",
-                    type(self.optimizer).__name__,
-                    self._names[0],
-                )
-
-    def step(self, slot: int, divisor: float) -> None:
-        if not self.positions:
-            return
-        engine = self._stage.engine
-        handles = [self._stage.handles[i] for i in self.positions]
-        self._stage.check_unwritten(handles)
-        outside = [(handle.data, handle.grad) for handle in handles]
-        for i, handle in zip(self.positions, handles, strict=True):
-            handle.data = engine.master(slot, i)
-            gradient = engine.gradient(i).to(handle.dtype) if engine.has_gradient(i) else None
-            handle.grad = gradient
-        try:
-            with (
-                self._restriction.states_shared(),
-                _divided_lr(self.optimizer.param_groups, divisor),
-            ):
-                type(self.optimizer).step(self.optimizer)
-        finally:
-            for handle, (data, gradient) in zip(handles, outside, strict=True):
-                handle.grad = None  # one of another dtype is of no tensor
-                handle.data, handle.grad = data, gradient
-        self._written(slot)
-
-    def call(self, method: Callable[[torch.optim.Optimizer], object]) -> None:
-        with self._restriction.states_shared():
-            method(self.optimizer)
-        self._written()
-
-    def _written(self, slot: int | None = None) -> None:
-        """The optimizer has written to its weights, or to the masters that they round to.
-
-        Args:
-            slot: of these weights; the newest ones' if None.
-        """
-        engine = self._stage.engine
-        self._stage.note_stepped(self._stage.handles[i] for i in self.positions)
-        slot = engine.newest_slot if slot is None else slot
-        with torch.no_grad():
-            for i in self.positions:
-                weight, master = engine.weight(slot, i), engine.master(slot, i)
-                if weight.dtype != master.dtype:
-                    weight.copy_(master)
 
 
 @contextlib.contextmanager
@@ -261,14 +241,10 @@ def changed_by(
         given: as they are for the user.
         seen: as both were when the last step was made.
     """
+    both = zip(changes(theirs, seen), changes(given, seen), seen, strict=True)
     return [
-        {
-            key: value
-            for key, value in options.items()
-            if key not in before
-            or (not differ(group[key], before[key]) and differ(value, before[key]))
-        }
-        for options, group, before in zip(theirs, given, seen, strict=True)
+        {key: value for key, value in own.items() if key not in before or key not in users}
+        for own, users, before in both
     ]
 
 
