@@ -1,8 +1,8 @@
-"""Which optimizers the engine's fused pass computes, with which options."""
+"""Which optimizers the engine's fused passes compute, with which options, and what they keep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,14 +41,12 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 
 def fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _C.GroupOptions:
     """A group's options as they are now."""
-    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-    maximize = bool(group["maximize"])
+    of_both: dict[str, Any] = {key: float(group[key]) for key in ("lr", "weight_decay")}
+    of_both["maximize"] = bool(group["maximize"])
     if "betas" in group:
         decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
         return _C.GroupOptions(
-            lr=lr,
-            weight_decay=weight_decay,
-            maximize=maximize,
+            **of_both,
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
             eps=float(group["eps"]),
@@ -56,9 +54,7 @@ def fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _C
             decoupled_weight_decay=bool(decoupled),
         )
     return _C.GroupOptions(
-        lr=lr,
-        weight_decay=weight_decay,
-        maximize=maximize,
+        **of_both,
         momentum=float(group["momentum"]),
         dampening=float(group["dampening"]),
         nesterov=bool(group["nesterov"]),
@@ -72,29 +68,46 @@ Holders = Mapping[int, Holder]
 """What holds each parameter, by the parameter's id."""
 
 
-def set_fused(
-    stage: StageWeights,
-    kinds: Iterable[str | None],
-    groups: Sequence[dict[str, Any]],
-    holders: Holders,
-) -> None:
-    """Makes the engine's fused passes step a stage's weights as these optimizers do.
-
-    Args:
-        groups: of all optimizers, in the order of the options that each step gets.
-    """
-    numbers = {id(group): number for number, group in enumerate(groups)}
-    of_stage = [holders[id(original)] for original in stage.originals]
-    places = [(kind, numbers[id(group)]) for kind, _, group in of_stage]
-    stage.engine.set_optimizers(
-        {
-            fused: [group if kind == fused else -1 for kind, group in places]
-            for fused in kinds
-            if fused is not None
-        }
-    )
-
-
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """The parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+_STATE_NAMES = {
+    "sgd": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+}
+
+_STATE_SWITCH = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad"}
+"""The option without which a parameter has no such state."""
+
+
+def read_state(
+    kind: str, stage: StageWeights, parameter: int, group: dict[str, Any]
+) -> dict[str, Any]:
+    """A parameter's state as the stock optimizer would have it; its tensors are the live ones."""
+    count = stage.engine.step_count(parameter)
+    read: dict[str, Any] = {}
+    if kind == "adam" and count:
+        read["step"] = torch.tensor(float(count))
+    for name in _STATE_NAMES[kind]:
+        # A flat state buffer covers all groups as soon as one of them needs it.
+        if name in _STATE_SWITCH and not group[_STATE_SWITCH[name]]:
+            continue
+        value = stage.engine.optimizer_state(name, parameter)
+        if value is not None and count:
+            read[name] = value
+    return read
+
+
+def write_state(kind: str, stage: StageWeights, parameter: int, values: dict[str, Any]) -> None:
+    """Sets a parameter's state to what a stock optimizer has."""
+    for name in _STATE_NAMES[kind]:
+        value, old = values.get(name), stage.engine.optimizer_state(name, parameter)
+        if value is None and old is not None:
+            value = torch.zeros_like(old)
+        if value is not None:
+            stage.engine.set_optimizer_state(name, parameter, value)
+    # SGD has no count of its own; the engine needs to know that the buffer is there.
+    default = 1 if values.get("momentum_buffer") is not None else 0
+    stage.engine.set_step_count(parameter, int(values.get("step", default)))

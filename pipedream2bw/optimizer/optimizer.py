@@ -20,12 +20,11 @@ from ..schedules.load import warn_without_delay
 from .checks import agreed_session_of, common_defaults, remedies_of
 from .clipping import GradNorm, install_clipping
 from .equal_copies import EqualCopies
-from .fused import fused_options, set_fused
+from .fused import fused_options
 from .late_forwards import LateForwards
 from .loss_scale import LossScale, NewestScale
 from .options import OptimizerOptions
 from .own_step import changes, keep_from_zeroing, steps_in
-from .saved_state import SavedState
 from .staleness import Remedy, warn_of_delay
 from .state_by_name import OptimizerSnapshot, SharedState, StateByName
 from .step_remedies import StepRemedies
@@ -112,7 +111,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.extensions: Sequence[Extension] = (*own, *given_extensions)
         self._measures = max_grad_norm is not None
         super().__init__([{"params": []}], {})  # not theirs, to which it would add defaults
-        self._wrapped = wrapped = Wrapped(session, optimizers)
+        self._wrapped = wrapped = Wrapped(
+            session,
+            optimizers,
+            self.extensions,
+            remedies=self._step_remedies,
+            scale=self._scale,
+        )
         self.defaults = common_defaults(optimizers)
         self._share()
         if shard_state:
@@ -121,12 +126,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         # In one order on all ranks: a stage may wait there for its copies.
         for weights in sorted(wrapped.weights, key=lambda weights: weights.index_in_model):
             self._take_over(weights)
-        wrapped.make_steppers()
+        wrapped.make_steppers({})
         if wrapped.first_step is not None:
             wrapped.take_states()
-        self._saved = SavedState(
-            session, wrapped, self.extensions, remedies=self._step_remedies, scale=self._scale
-        )
         let_updates_wait(session, wrapped.kinds, has_norm=self._norm is not None)
         session.extensions.put(OPTIMIZER, [wrapped, *self.extensions])
         for optimizer in optimizers:
@@ -155,7 +157,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             )
         weights.show_newest()
         self._step_remedies.take_over(weights)
-        set_fused(weights, wrapped.kinds, self.param_groups, holders)
+        wrapped.set_fused(weights)
 
     def _late_share(self, stage: int) -> float:
         """The share of the last batch's forwards on a stage that are late, in all replicas.
@@ -317,7 +319,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._check_in_charge()
         refuse_unknown_shards("state_dict()", self._session.facts)
         with self._session.ending.one_at_a_time():
-            result: dict[str, Any] = self._session.with_dtensors(self._saved.state_dict())
+            result: dict[str, Any] = self._session.with_dtensors(self._wrapped.state_dict())
             self._share()
             return result
 
@@ -331,7 +333,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             ValueError: with a remedy that corrects steps: its state cannot be known before.
         """
         self._check_in_charge()
-        self._saved.init_state()
+        self._wrapped.init_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` or a stock optimizer's gave. Drains. Every rank calls it.
@@ -342,13 +344,13 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._check_in_charge()
         self._session.flush_for(Operation.optimizer_load_state_dict)
         mesh = self._session.grid.mesh_of_shards
-        self._session.together(lambda: self._saved.load(as_local(state_dict, mesh)))
+        self._session.together(lambda: self._wrapped.load_state_dict(as_local(state_dict, mesh)))
         self._share()
 
     def snapshot(self) -> OptimizerSnapshot:
         """What the last :meth:`step` will leave, to be read when every stage has made it."""
         self._check_in_charge()
-        return self._saved.snapshot()
+        return self._wrapped.snapshot()
 
     @property
     def has_own_step(self) -> bool:
@@ -357,11 +359,11 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def examples(self) -> dict[str, Any]:
         """What checkpoints will have of each optimizer that steps by itself, in kind."""
-        return self._saved.examples()
+        return self._wrapped.examples()
 
     def load_snapshot(self, shared: SharedState, states: StateByName) -> None:
         """Goes on where a snapshot was made, with this process's part of the state. Drained."""
-        self._saved.load_snapshot(shared, states)
+        self._wrapped.load_snapshot(shared, states)
         self._share()
 
     def __repr__(self) -> str:

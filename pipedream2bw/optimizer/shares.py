@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..ranks.deadline import Deadline
-from ..ranks.groups import broadcast
+from ..ranks.groups import broadcast, told_by_all
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
-from .fused import parameters_of
+from .fused import Holders
+from .own_step import Steppers
+from .state_by_name import states_on
 
 
-def forget_others(
-    optimizers: Sequence[torch.optim.Optimizer], stages: Sequence[StageWeights]
-) -> None:
+def forget_others(holders: Holders, stages: Sequence[StageWeights]) -> None:
     """Drops what was loaded of parameters that other replicas step, or elements of them."""
     own = stepped_here(stages)
     for weights in stages:
         for original in weights.originals:
             if id(original) not in own:
-                for optimizer in optimizers:
-                    optimizer.state.pop(original, None)
+                _, optimizer, _ = holders[id(original)]
+                optimizer.state.pop(original, None)
 
 
 def stepped_here(stages: Sequence[StageWeights]) -> set[int]:
@@ -57,32 +57,26 @@ class _Like(NamedTuple):
 
 @contextlib.contextmanager
 def whole_states(
-    session: Session,
-    optimizers: Sequence[torch.optim.Optimizer],
-    stages: Sequence[StageWeights],
-    states_on: Callable[[StageWeights], Mapping[int, dict[str, Any]]],
+    session: Session, stages: Sequence[StageWeights], holders: Holders, steppers: Steppers
 ) -> Iterator[None]:
     """Meanwhile the optimizers' states have all parameters of this process's stages.
 
     Every rank calls it, drained. After a failure there is only what this replica steps.
-
-    Args:
-        states_on: gives what is kept of the parameters that this replica steps on a stage.
     """
-    holders = {id(p): optimizer for optimizer in optimizers for p in parameters_of(optimizer)}
     own = stepped_here(stages)
     try:
         for weights in stages:
             if not weights.engine.is_shared or session.ending.has_failed:
                 continue
-            names, states = list(weights.trainable), states_on(weights)
+            names, states = list(weights.trainable), states_on(weights, holders, steppers)
             found = all_shares(session, weights, {names[i]: states[i] for i in states})
             for name, original in zip(names, weights.originals, strict=True):
                 if found.get(name) and id(original) not in own:
-                    holders[id(original)].state[original] = found[name]
+                    _, optimizer, _ = holders[id(original)]
+                    optimizer.state[original] = found[name]
         yield
     finally:
-        forget_others(optimizers, stages)
+        forget_others(holders, stages)
 
 
 def all_shares(
@@ -107,9 +101,8 @@ def of_all_replicas(
         mine: by parameter, what this replica has; vectors of its elements alone.
         group: of the replicas, all of which call it with the same names.
     """
-    told: list[Any] = [None] * group.size()
     described = {n: {key: _described(v) for key, v in of.items()} for n, of in mine.items()}
-    deadline.wait("gathering", lambda: dist.all_gather_object(told, described, group=group))
+    told = told_by_all(described, group, deadline, "gathering")
     found: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(weights.trainable):
         owners = weights.engine.owners(i)

@@ -16,8 +16,7 @@ import torch
 from .. import _C
 from ..runtime.extension import Extension, joined
 from ..runtime.stage_weights import StageWeights
-from .fused import Holders, parameters_of
-from .fused_state import read_state
+from .fused import Holders, parameters_of, read_state
 from .own_step import Steppers, changes
 from .restriction import Beside, Names, others_of
 
