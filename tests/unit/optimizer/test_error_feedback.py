@@ -11,8 +11,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
 
 import pipedream2bw as pd2
-from pipedream2bw.optimizer.step_correction import StepCorrection
-from pipedream2bw.optimizer.step_remedies import StepRemedies
+from pipedream2bw.optimizer.step_remedies import StepCorrection, StepRemedies
 from tests.references.mixed_oracle import MixedOracle, half_away, lowered, masters_of
 from tests.references.oracle import Batch
 from tests.references.remedies import Corrected
