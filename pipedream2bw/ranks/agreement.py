@@ -20,6 +20,7 @@ import torch.distributed as dist
 from .. import _C, errors
 from ..errors import RemoteTraceback, StageError, reworded
 from .deadline import Deadline
+from .groups import told_by_all
 from .joining import join_world
 from .operations import ROW_LENGTH, Operation
 from .peers import Peers
@@ -126,11 +127,9 @@ class ControlPlane:
         Args:
             action: what an error says that took too long.
         """
-        if self.peers is None:
+        if self.group is None:
             return [value]
-        told: list[Any] = [None] * self.size
-        self.deadline.wait(action, lambda: dist.all_gather_object(told, value, group=self.group))
-        return told
+        return told_by_all(value, self.group, self.deadline, action)
 
     def agree_on_objects(self, error: Exception | None, settings: Mapping[str, Any]) -> None:
         """Raises on every rank if one has an error, or if ranks differ in a setting."""

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from .. import _C
 from ..errors import PeerLost
 from .deadline import Deadline
-from .groups import destroy_groups, new_group
+from .groups import destroy_groups, new_group, told_by_all
 
 SLICE_SECONDS = 0.1
+_ACTION = "sharing memory"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -28,7 +29,7 @@ def machine_id() -> str:
 def find_machines(group: dist.ProcessGroup, deadline: Deadline) -> list[list[int]]:
     """The group's ranks by machine, ordered by the first of each. Every rank of it calls it."""
     machines: dict[str, list[int]] = {}
-    for rank, machine in enumerate(_gather(machine_id(), group, deadline)):
+    for rank, machine in enumerate(told_by_all(machine_id(), group, deadline, _ACTION)):
         machines.setdefault(machine, []).append(rank)
     return list(machines.values())
 
@@ -52,10 +53,11 @@ def make_boards(
     boards: list[_C.SharedBoard | None] = []
     if place == 0 and len(here) > 1:
         boards = [_C.SharedBoard.create(len(here), size, seconds) for size in row_sizes]
-    addresses = _gather([board.address if board else "" for board in boards], group, deadline)
+    mine = [board.address if board else "" for board in boards]
+    addresses = told_by_all(mine, group, deadline, _ACTION)
     if place > 0:
         boards = [_C.SharedBoard.open(told, place, seconds) for told in addresses[here[0]]]
-    share = _gather(bool(boards) and all(boards), group, deadline)
+    share = told_by_all(bool(boards) and all(boards), group, deadline, _ACTION)
     found: list[list[int]] = []
     for ranks in machines:
         together = all(share[rank] for rank in ranks)
@@ -73,12 +75,6 @@ def make_board(
     """
     machines, boards = make_boards(group, find_machines(group, deadline), [row_size], deadline)
     return boards[0] if len(machines) == 1 and boards else None
-
-
-def _gather(value: Any, group: dist.ProcessGroup, deadline: Deadline) -> list[Any]:
-    everyone: list[Any] = [None] * group.size()
-    deadline.wait("sharing memory", lambda: dist.all_gather_object(everyone, value, group=group))
-    return everyone
 
 
 Wait = Callable[[Callable[[], Any]], Any]

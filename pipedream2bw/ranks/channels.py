@@ -17,8 +17,9 @@ from .groups import (
     go_over_hosts,
     new_group,
     options_of_messages,
+    told_by_all,
 )
-from .rings import ChannelEnds, DeviceRing, PeerWatch, agreed_by_all, make_device_ring, make_ring
+from .rings import ChannelEnds, DeviceRing, PeerWatch, make_device_ring, make_ring
 
 
 class Channels:
@@ -107,7 +108,8 @@ class Channels:
                     self._control, peers, device, self._most_under_way, self._deadline
                 )
         can = [edge not in made or made[edge] is not None for edge in between_devices]
-        agreed = agreed_by_all(can, self._control, self._deadline)
+        everyone = told_by_all(can, self._control, self._deadline, "making a channel")
+        agreed = map(all, zip(*everyone, strict=True))
         with_rings = {edge for edge, is_so in zip(between_devices, agreed, strict=True) if is_so}
         rings = {edge: ring for edge, ring in made.items() if ring and edge in with_rings}
         for edge, ring in rings.items():

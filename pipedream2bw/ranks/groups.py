@@ -139,6 +139,13 @@ def broadcast(
         send()  # only enqueues it, in this thread's stream
 
 
+def told_by_all(value: Any, group: dist.ProcessGroup, deadline: Deadline, action: str) -> list[Any]:
+    """Every process's ``value``, on every process of a group; ``action``: for an error."""
+    told: list[Any] = [None] * group.size()
+    deadline.wait(action, lambda: dist.all_gather_object(told, value, group=group))
+    return told
+
+
 def connect_devices(
     group: dist.ProcessGroup, device: torch.device, most_bytes: int, deadline: Deadline
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from ..errors import PeerLost, PeerTimeout, StageError
 from .boards import RowExchange, make_board
 from .deadline import Deadline
 from .first_failure import FirstFailure
-from .groups import destroy_groups, new_group, number_groups_alike
+from .groups import destroy_groups, new_group, number_groups_alike, told_by_all
 from .operations import ROW_LENGTH, Operation
 
 _Made = TypeVar("_Made")
@@ -53,10 +52,8 @@ class Peers:
             assert other is not None
             self.verdict_group = other
         # Processes before these, started by the same torchrun, may have left failures there.
-        drawn = [secrets.token_hex(4)]
-        share = functools.partial(dist.broadcast_object_list, drawn, group=group, group_src=0)
-        deadline.wait("agreeing", share)
-        self.first_failure = FirstFailure(store, f"{name}/{drawn[0]}", deadline.fault)
+        name = f"{name}/{told_by_all(secrets.token_hex(4), group, deadline, 'agreeing')[0]}"
+        self.first_failure = FirstFailure(store, name, deadline.fault)
 
     def exchange(
         self, row: list[int], operation: Operation, number: int, place: str
@@ -76,10 +73,6 @@ class Peers:
         table = self.rows.run(
             row, lambda look: wait_for_all(look, self._deadline, operation, number, place)
         )
-        self._check_same_operation(table)
-        return table
-
-    def _check_same_operation(self, table: list[list[int]]) -> None:
         called = [(Operation(row[0]).name, row[1]) for row in table]
         # Who reads a loss makes the call of the others later.
         if len({call for call in called if call[0] != Operation.read_loss.name}) > 1:
@@ -90,6 +83,7 @@ class Peers:
             failure = StageError(cause, cause=cause)
             self._deadline.fault.raise_(failure)
             raise failure
+        return table
 
     def close(self) -> None:
         """Parts from the others; ranks that wait for this one get an error."""

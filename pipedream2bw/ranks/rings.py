@@ -26,7 +26,7 @@ _LOOK_SECONDS = 0.05
 ChannelEnds = tuple[_C.Sender | None, _C.Receiver | None]
 """A process's end of a channel: one of the two."""
 
-_Sender = TypeVar("_Sender")
+_Sender = TypeVar("_Sender", _C.SharedRing, _C.DeviceRingSender)
 _Receiver = TypeVar("_Receiver")
 
 
@@ -63,7 +63,6 @@ def make_ring(
     ring = _C.SharedRing.create(num_slots, seconds) if is_source else None
     ring, _ = _shared(
         ring,
-        ring.address if ring else "",
         lambda address: _C.SharedRing.open(address, seconds),
         (source, destination),
         group,
@@ -96,7 +95,6 @@ def make_device_ring(
         sender = _C.DeviceRingSender.create(**options, num_slots=num_slots)
     end, process = _shared(
         sender,
-        sender.address if sender else "",
         lambda address: _C.DeviceRingReceiver.open(address, **options),
         edge,
         group,
@@ -107,7 +105,6 @@ def make_device_ring(
 
 def _shared(
     sender: _Sender | None,
-    address: str,
     open_there: Callable[[str], _Receiver | None],
     edge: tuple[int, int],
     group: dist.ProcessGroup,
@@ -132,21 +129,13 @@ def _shared(
         return told
 
     if dist.get_rank() == source:
-        tell(address, destination)
+        tell(sender.address if sender else "", destination)
         is_open, process = hear(destination)
         return sender if is_open else None, process
     address, process = hear(source)
     receiver = open_there(address)
     tell(receiver is not None, source)
     return receiver, process
-
-
-def agreed_by_all(found: list[bool], group: dist.ProcessGroup, deadline: Deadline) -> list[bool]:
-    """By place whether it is true on all ranks of the group, each of which calls it."""
-    flags = torch.tensor(found, dtype=torch.uint8)
-    reduce = functools.partial(dist.all_reduce, flags, dist.ReduceOp.MIN, group=group)
-    deadline.wait("making a channel", reduce)
-    return [bool(flag) for flag in flags.tolist()]
 
 
 class PeerWatch:
