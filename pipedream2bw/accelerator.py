@@ -13,14 +13,18 @@ def device_types() -> list[str]:
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
+def has_index(device: torch.device) -> bool:
+    """Whether a device has a number; torch's types say that every device has one."""
+    return ":" in str(device)
+
+
 def with_index(device: torch.device) -> torch.device:
     """The accelerator's device with its number: the current one, where none is given.
 
     Of two stages with one device it must not look like two.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    has_index = ":" in str(device)  # torch's types say that every device has one
-    if has_index or accelerator is None or device.type != accelerator.type:
+    if has_index(device) or accelerator is None or device.type != accelerator.type:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 

@@ -50,7 +50,7 @@ def _norm(
 ) -> _C.GradientNorm:
     grid, board = session.grid, None
     # Each replica may have the sums of some gradients, of which it gives the norms.
-    group = grid.group_of_model() if options.shard_state else grid.group_of_replica()
+    group = grid.hosts(of_model=options.shard_state)
     _, num_parameters = _numbers(session)
     if group is not None:
         board = make_board(group, 2 * num_parameters, session.control.deadline)

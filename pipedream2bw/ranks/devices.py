@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..accelerator import module_of
+from ..accelerator import has_index, module_of
 from .agreement import ControlPlane
 from .groups import backends_of
 
@@ -51,7 +51,7 @@ def facts_of(device: torch.device) -> DeviceFacts:
     """What this process knows of ``device``, which is none of the host."""
     module = module_of(device.type)
     num_visible = module.device_count()
-    known = _has_index(device) and device.index < num_visible
+    known = has_index(device) and device.index < num_visible
     properties = getattr(module, "get_device_properties", None)
     uuid = getattr(properties(device), "uuid", "") if known and properties else ""
     return DeviceFacts(
@@ -74,14 +74,10 @@ def nccl_shares_devices() -> bool:
     return version[:2] >= _NCCL_THAT_SHARES
 
 
-def _has_index(device: torch.device) -> bool:
-    return ":" in str(device)  # torch's types say that every device has one
-
-
 def check_device(facts: DeviceFacts) -> None:
     """Raises ValueError if the device is not there."""
     device = torch.device(facts.device)
-    if (device.index if _has_index(device) else 0) >= facts.num_visible:
+    if (device.index if has_index(device) else 0) >= facts.num_visible:
         raise ValueError(
             f"device: {facts.device}, devices of that type that this process sees: "
             f"{facts.num_visible}: there is none of that number. Give a device that is there"

@@ -194,17 +194,18 @@ class RankGrid:
             for copy in copies
         ]
 
-    def group_of_replica(self) -> dist.ProcessGroup | None:
-        """The processes of this one's replica, if there are several. Every process calls it."""
-        of_replicas = [
+    def hosts(self, *, of_model: bool) -> dist.ProcessGroup | None:
+        """The hosts of this one's replica, or of all, if several. Every process calls it."""
+        teams = [
             set(itertools.chain(*(replicas[replica] for replicas in self.places)))
             for replica in range(self.width)
         ]
-        return self._joined(None, [ranks for ranks in of_replicas if len(ranks) > 1])
-
-    def group_of_model(self) -> dist.ProcessGroup | None:
-        """All processes, if there are several. Every process calls it."""
-        return self._joined("model", [set(itertools.chain(*itertools.chain(*self.places)))])
+        key = None
+        if of_model:
+            key, teams = "model", [set(itertools.chain(*teams))]
+        if key not in self._groups:
+            self._join(key, [team for team in teams if len(team) > 1], "gloo")
+        return self._groups.get(key)
 
     def make_group(self, stages: tuple[int, ...]) -> None:
         """Joins the hosts of each replica's processes with these stages. Every process calls it.
@@ -217,13 +218,6 @@ class RankGrid:
     def group_of(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group that :meth:`make_group` made; None unless it joins this process to others."""
         return self._groups.get(stages)
-
-    def _joined(
-        self, key: str | None, teams: Iterable[Collection[int]]
-    ) -> dist.ProcessGroup | None:
-        if key not in self._groups:
-            self._join(key, teams, "gloo")
-        return self._groups.get(key)
 
     def _join(
         self,
