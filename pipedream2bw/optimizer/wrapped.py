@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -380,8 +379,6 @@ def _load_states(
                 if number in theirs["state"]:
                     optimizer.state[parameter] = theirs["state"][number]
         return
-    with contextlib.ExitStack() as shown:  # torch gives moments their parameters' dtypes
-        for weights in stages:
-            shown.enter_context(masters_shown(weights))
+    with masters_shown(stages):  # torch gives moments their parameters' dtypes
         for optimizer, theirs in zip(optimizers, state_dicts, strict=True):
             optimizer.load_state_dict(theirs)

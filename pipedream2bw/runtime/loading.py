@@ -7,7 +7,6 @@ from typing import Any
 
 from ..model.checkpoint import Checkpoint
 from ..ranks.operations import Operation
-from .local_stages import LocalStages
 from .session import Session
 from .stage_values import take_over
 
@@ -36,8 +35,16 @@ def load_model(session: Session, opened: Callable[[], Checkpoint], *, strict: bo
         has_failed = False
     finally:  # some may have loaded a part before they found an error
         if not session.control.fault.raised:
-            with session.ending.lost_ranks_close():
-                _restart_delay(session.stages, replicas_too=has_failed)
+            stages = session.stages
+            with session.ending.lost_ranks_close():  # copies get the values, older ones are gone
+                if stages.ties is not None:
+                    stages.ties.take_over()
+                # Replicas may have loaded what is their own, unless loading failed.
+                if stages.grid.num_pipelines > 1 or has_failed:
+                    take_over([stage.weights for stage in stages], stages.grid)
+                else:
+                    for stage in stages:
+                        stage.weights.engine.restart_delay()
     weights_loaded(session)
     return result
 
@@ -60,18 +67,3 @@ def go_on_from(
     session.discarding.count_anew()
     if random_seed is not None and session.random_seed is not None:
         session.random_seed = random_seed
-
-
-def _restart_delay(stages: LocalStages, *, replicas_too: bool) -> None:
-    """After weights were loaded: all copies get them, older versions are gone.
-
-    Args:
-        replicas_too: they may have loaded what is their own, unless loading failed.
-    """
-    if stages.ties is not None:
-        stages.ties.take_over()
-    if stages.grid.num_pipelines > 1 or replicas_too:
-        take_over([stage.weights for stage in stages], stages.grid.replica_group)
-    else:
-        for stage in stages:
-            stage.weights.engine.restart_delay()

@@ -77,16 +77,9 @@ class LocalModel:
         """
         mine, others = self._names(), self._stages.others
         passed = others.as_parameters() if others else contextlib.nullcontext()
-        with self._masters_shown(whole=whole), passed:
+        with masters_shown((stage.weights for stage in self._stages), whole=whole), passed:
             full = self._root.state_dict(keep_vars=keep_vars)
         return type(full)((prefix + name, full[name]) for name in full if name in mine)
-
-    @contextlib.contextmanager
-    def _masters_shown(self, *, change: bool = False, whole: bool = False) -> Iterator[None]:
-        with contextlib.ExitStack() as shown:
-            for stage in self._stages:
-                shown.enter_context(masters_shown(stage.weights, change=change, whole=whole))
-            yield
 
     def load(self, checkpoint: Checkpoint, strict: bool) -> Any:
         """Loads the process's part of the whole model's; gives what ``nn.Module`` gives."""
@@ -109,7 +102,7 @@ class LocalModel:
             whole = part.whole_shape(parameters[name].shape)
             if name in entries and tuple(entries[name].shape) == whole:
                 entries[name] = part.of(entries[name])
-        with self._masters_shown(change=True):
+        with masters_shown((stage.weights for stage in self._stages), change=True):
             result = root.load_state_dict(entries, strict=False)
         self._without_values.difference_update(wanted)
         self._without_values -= {name for name, p in parameters.items() if id(p) in given}

@@ -97,7 +97,7 @@ class LocalStages:
         self.losses = _loss_board(grid, control, options, schedule)
         ties = find_ties(mode.programs)
         weights = share_out(root, self._specs(mode, devices, ties), mode.captured.found.hooked)
-        take_over(weights, grid.replica_group)
+        take_over(weights, grid)
         self.ties = TiedCopies(ties, grid, weights) if ties else None
         kept = [*root.buffers(), *(tensor for each in weights for tensor in each.parameters())]
         self.others = OtherStages(root, kept) if grid.in_processes else None
@@ -169,8 +169,7 @@ class LocalStages:
                 group=grid.replica_group(stage),
                 sum_order=grid.sum_order(stage, self.options.pipeline.replica_sums),
                 bucket_bytes=self.options.bucket_bytes,
-                first=grid.process_of(stage % d, replica=0),
-                deadline=grid.deadline,
+                fault=grid.deadline.fault,
                 copies=sums[stage % d],
                 tied=tied,
                 precision=self.options.precision,

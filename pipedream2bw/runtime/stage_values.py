@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from ..ranks.grid import RankGrid
 from ..ranks.groups import broadcast
 from .stage_weights import StageWeights
 
@@ -17,7 +18,7 @@ _PIECE = 2**26
 
 @contextlib.contextmanager
 def masters_shown(
-    weights: StageWeights, *, change: bool = False, whole: bool = False
+    stages: Iterable[StageWeights], *, change: bool = False, whole: bool = False
 ) -> Iterator[None]:
     """Meanwhile the handles are float32 where there is a master, hidden ones too.
 
@@ -26,10 +27,18 @@ def masters_shown(
         whole: also the masters that replicas share out, for which all of them call it;
             otherwise another replica's are their roundings.
     """
+    with contextlib.ExitStack() as shown:
+        for weights in stages:
+            shown.enter_context(_masters_shown(weights, change=change, whole=whole))
+        yield
+
+
+@contextlib.contextmanager
+def _masters_shown(weights: StageWeights, *, change: bool, whole: bool) -> Iterator[None]:
     engine = weights.engine
     slot = engine.newest_slot
     hidden = [i for i in range(len(weights.handles)) if engine.hides_master(i)]
-    masters = engine.whole_masters(weights.deadline.fault) if whole else []
+    masters = engine.whole_masters(weights.fault) if whole else []
     for i in hidden:
         master = masters[i] if whole else engine.master(slot, i)
         assert master is not None
@@ -69,48 +78,38 @@ def load_versions(
                     engine.set_master(i, value.float())
                     value = engine.weight(engine.newest_slot, i)
                 engine.weight(slot, i).copy_(value)
-        with masters_shown(weights, change=True):
+        with masters_shown([weights], change=True):
             for name, parameter in (*weights.trainable.items(), *weights.frozen.items()):
                 parameter.copy_(versions[newest][name])
 
 
-def take_over(
-    stages: Sequence[StageWeights], group_of: Callable[[int], dist.ProcessGroup | None]
-) -> None:
-    """Gives replicas and copies of a stage the weights of the first. All processes call it."""
+def take_over(stages: Sequence[StageWeights], grid: RankGrid) -> None:
+    """Sets every version of replicas and copies of a stage to what the first has.
+
+    All processes call it. A group is not kept, as its last owner has to be the engine.
+    """
     firsts = {stage.index_in_model: stage for stage in stages if stage.is_shown}
     # In one order everywhere: two processes may hold the same two stages.
-    for stage in sorted(stages, key=lambda stage: stage.index_in_model):
-        first = None if stage.is_shown else firsts[stage.index_in_model]
-        _take_over(stage, first, group_of(stage.index))
-
-
-def _take_over(
-    weights: StageWeights, first: StageWeights | None, group: dist.ProcessGroup | None
-) -> None:
-    """Sets every version to what the first of those that hold the stage has.
-
-    Args:
-        first: the stage's copy in this process; else all processes of its group call it.
-        group: not kept, as its last owner has to be the engine.
-    """
-    engine = weights.engine
-    if first is not None:
-        with torch.no_grad():
-            for mine, theirs in zip(held_tensors(weights), held_tensors(first), strict=True):
-                mine.copy_(theirs)
-    elif group is not None:
-        source = dist.get_group_rank(group, weights.first)
-        with _shared_masters_follow(weights):
-            for tensor in held_tensors(weights):
-                if tensor.device == weights.device:
-                    broadcast(tensor, group, source, weights.deadline)
-                    continue
-                for piece in torch.split(tensor, _PIECE):  # the device may have no room
-                    there = piece.to(weights.device)
-                    broadcast(there, group, source, weights.deadline)
-                    piece.copy_(there)
-    engine.restart_delay()
+    for weights in sorted(stages, key=lambda stage: stage.index_in_model):
+        group = grid.replica_group(weights.index)
+        if not weights.is_shown:
+            both = zip(*map(held_tensors, (weights, firsts[weights.index_in_model])), strict=True)
+            with torch.no_grad():
+                for mine, theirs in both:
+                    mine.copy_(theirs)
+        elif group is not None:
+            first = grid.process_of(weights.index_in_model, replica=0)
+            source = dist.get_group_rank(group, first)
+            with _shared_masters_follow(weights):
+                for tensor in held_tensors(weights):
+                    if tensor.device == weights.device:
+                        broadcast(tensor, group, source, grid.deadline)
+                        continue
+                    for piece in torch.split(tensor, _PIECE):  # the device may have no room
+                        there = piece.to(weights.device)
+                        broadcast(there, group, source, grid.deadline)
+                        piece.copy_(there)
+        weights.engine.restart_delay()
 
 
 @contextlib.contextmanager

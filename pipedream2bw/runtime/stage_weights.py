@@ -16,7 +16,6 @@ from ..model.clone import copies_of_buffers, copy_attributes, structural_clone
 from ..model.local_shards import parameter_at
 from ..model.precision import Precision
 from ..model.storages import storage_of, with_own_storage
-from ..ranks.deadline import Deadline
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
@@ -34,8 +33,7 @@ class StageSpec:
     group: dist.ProcessGroup | None  # the processes that hold the stage
     sum_order: Sequence[int]  # their ranks as their gradients are added up; none: an all-reduce
     bucket_bytes: int  # of gradients that they add up at once
-    first: int  # the one of them that gives the others its initial weights
-    deadline: Deadline  # for waiting for them
+    fault: _C.Fault  # ends waiting for them
     copies: _C.CopySum | None  # shared with the stage's copy in this process
     tied: Mapping[str, tuple[int, ...]]  # parameters of several stages: the model's stages
     precision: Precision
@@ -76,8 +74,7 @@ class StageWeights:
         self.device = device
         self.model = model
         self.root = root
-        self.first = spec.first
-        self.deadline = spec.deadline
+        self.fault = spec.fault
         self._tied = spec.tied
         self.shared_owners = spec.shared_owners
         self.taken = taken

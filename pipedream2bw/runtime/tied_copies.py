@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -110,9 +109,7 @@ class TiedCopies:
         """Gives all copies the values of the first stage's. All processes call it, drained."""
         for tie, stages, (first, *others) in self._held:
             group = self._grid.group_of(stages)
-            with contextlib.ExitStack() as shown, torch.no_grad():
-                for copy in (first, *others):
-                    shown.enter_context(masters_shown(copy, change=True, whole=True))
+            with masters_shown((first, *others), change=True, whole=True), torch.no_grad():
                 for name in tie.names:
                     mine = first.shown(name)
                     if group is not None:
