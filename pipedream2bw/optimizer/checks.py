@@ -201,24 +201,19 @@ def _check_own_ways(session: Session, optimizer: torch.optim.Optimizer) -> None:
 
 def _session_of(optimizers: Sequence[torch.optim.Optimizer]) -> Session:
     given = {id(parameter) for each in optimizers for parameter in parameters_of(each)}
-    found = [
-        session
-        for session in open_sessions()
-        if any(id(p) in given for _, p in session.local_model.named_parameters())
-        or _stands_for_none(given, session)
-    ]
+    found = []
+    for session in open_sessions():
+        local = session.local_model
+        # Of a process that has nothing to train nothing may be given, or the placeholder.
+        is_none = not local.has_trainable and (not given or id(local.placeholder) in given)
+        if is_none or any(id(p) in given for _, p in local.named_parameters()):
+            found.append(session)
     if len(found) != 1:
         raise ValueError(
             f"the optimizer's parameters belong to {len(found)} open pipelines, they must be "
             "those of exactly one: build it over pipe.parameters() before the pipeline is closed"
         )
     return found[0]
-
-
-def _stands_for_none(given: set[int], session: Session) -> bool:
-    """Whether the process has nothing to train, and nothing or the placeholder was given."""
-    local = session.local_model
-    return not local.has_trainable and (not given or id(local.placeholder) in given)
 
 
 def _check_parameters(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -267,9 +262,3 @@ def _foreign(session: Session, parameter: nn.Parameter) -> str:
         if other is parameter:
             return f"{name} of a stage that another rank runs"
     return f"of shape {list(parameter.shape)}"
-
-
-def common_defaults(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """The options that all have, for schedulers that ask whether they can set them."""
-    first, *rest = (optimizer.defaults for optimizer in optimizers)
-    return {key: first[key] for key in first if all(key in other for other in rest)}

@@ -186,22 +186,19 @@ class LateForwards(Extension):
         self.check_saved(saved)
         if saved["late_forwards"]:
             self._set(saved["late_forwards"])
-            if "split" in saved:  # earlier versions did not write it
-                self._compare_split(saved["split"])
+            mine = self._split()
+            theirs = list(saved.get("split", mine))  # earlier versions did not write it
+            if theirs != mine and self._session.grid.rank == 0:
+                warnings.warn(
+                    f"late_forwards: the stages after the first begin at {mine}, the checkpoint's "
+                    f"at {theirs}: other forwards of the layers between are late from here on. "
+                    f"split={theirs} goes on with the same bits",
+                    stacklevel=1,
+                )
         elif self._is_measured:  # also what this run has measured since
             self._end_recording()
             self._session.stages.set_late_forwards([])
             self._is_fixed = False
-
-    def _compare_split(self, saved: Sequence[str | None]) -> None:
-        mine, theirs = self._split(), list(saved)
-        if theirs != mine and self._session.grid.rank == 0:
-            warnings.warn(
-                f"late_forwards: the stages after the first begin at {mine}, the checkpoint's at "
-                f"{theirs}: other forwards of the layers between are late from here on. "
-                f"split={theirs} goes on with the same bits",
-                stacklevel=2,
-            )
 
 
 def measured(records: Iterable[_C.ExecutedAction]) -> dict[int, Measured] | None:

@@ -17,7 +17,7 @@ from ..runtime.extension import OPTIMIZER, Extension, Update
 from ..runtime.session import Session
 from ..runtime.stage_weights import StageWeights
 from ..schedules.load import warn_without_delay
-from .checks import agreed_session_of, common_defaults, remedies_of
+from .checks import agreed_session_of, remedies_of
 from .clipping import GradNorm, install_clipping
 from .equal_copies import EqualCopies
 from .fused import fused_options
@@ -118,7 +118,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
             remedies=self._step_remedies,
             scale=self._scale,
         )
-        self.defaults = common_defaults(optimizers)
+        first, *rest = (optimizer.defaults for optimizer in optimizers)
+        # What all have, for schedulers that ask whether they can set it.
+        self.defaults = {key: first[key] for key in first if all(key in other for other in rest)}
         self._share()
         if shard_state:
             with session.ending.failing_closes():

@@ -326,20 +326,16 @@ def _with_names(
     Args:
         names: none of what stands for a process's missing parameters.
     """
-    order = [names.get(id(parameter)) for parameter in parameters_of(optimizer)]
-
-    def name(key: Any) -> Any:
-        return order[key] if isinstance(key, int) else key  # an optimizer's own key
-
-    def named(keys: Collection[Any]) -> list[Any]:
-        return [key for key in keys if name(key) is not None]
-
+    order = enumerate(names.get(id(parameter)) for parameter in parameters_of(optimizer))
+    called: dict[Any, str | None] = dict(order)
     state, groups = state_dict["state"], state_dict["param_groups"]
+    named = ((called.get(key, key), value) for key, value in state.items())  # some are its own
     return {
         **state_dict,
-        "state": {name(key): state[key] for key in named(state)},
+        "state": {name: value for name, value in named if name is not None},
         "param_groups": [
-            {**group, "params": [name(key) for key in named(group["params"])]} for group in groups
+            {**group, "params": [n for i in group["params"] if (n := called[i]) is not None]}
+            for group in groups
         ],
     }
 
@@ -363,8 +359,9 @@ def _with_numbers(
     """
     states, groups = state_dict["state"], state_dict["param_groups"]
     members = [each for group in groups for each in group["params"]]
+    others = {key: value for key, value in state_dict.items() if key != STAGES}
     if any(isinstance(key, int) for key in (*states, *members)):
-        return {key: value for key, value in state_dict.items() if key != STAGES}
+        return others
     if unknown := sorted(set(members).difference(known)):
         raise ValueError(f"state_dict: {', '.join(unknown[:3])}: no parameter of the model")
     if len(groups) != len(optimizer.param_groups):
@@ -387,5 +384,4 @@ def _with_numbers(
             if key not in ("params", "param_names")
         }
         packed.append({**options, "params": list(range(first, number))})
-    others = {key: value for key, value in state_dict.items() if key != STAGES}
     return {**others, "state": state, "param_groups": packed}

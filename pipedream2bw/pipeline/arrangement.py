@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
 from .._C import Schedule, schedule_methods
-from ..capture.captured import Captured
 from ..checks import check_microbatches_of_replicas
 from ..errors import reworded
-from ..model.precision import Precision
 from ..options import Options
 from ..ranks.mesh import Mesh, check_mesh, described
 from ..rules import comparable
@@ -22,19 +20,14 @@ from ..schedules.load import fingerprint, schedule_for
 DEFAULT_SCHEDULE = "2bw"
 
 
-class CheckLayers(Protocol):
-    """Raises ValueError if an arrangement was made for another model than the captured one."""
-
-    def __call__(self, captured: Captured, *, root: nn.Module, precision: Precision) -> None: ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrangement:
     """How stages, microbatches and replicas are arranged over processes.
 
     Attributes:
         order: the process of each replica's rank, [replicas][ranks], if it is not the usual one.
-        check_layers: refuses another model than it was made for; None: it fits every model.
+        check_layers: is called with what was captured, ``root=`` and ``precision=``; refuses
+            another model than it was made for. None: it fits every model.
 
     The other attributes are options of :class:`PipelineModule`, as they were given, by default or
     as a plan says.
@@ -49,7 +42,7 @@ class Arrangement:
     recompute: bool | str | Sequence[bool] | Sequence[str]
     mesh: Mesh | None
     order: list[list[int]] | None = None
-    check_layers: CheckLayers | None = None
+    check_layers: Callable[..., None] | None = None
 
     @classmethod
     def of(cls, options: Options, model: nn.Module | Sequence[nn.Module]) -> Arrangement:

@@ -41,8 +41,6 @@ from .arrangement import Arrangement, what_to_recompute
 
 _numbers = itertools.count()  # of the pipelines of this process; ranks make them in one order
 
-Arrange = Callable[[ControlPlane], Callable[[], Arrangement]]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checked:
@@ -58,7 +56,7 @@ def open_session(
     model: nn.Module | Sequence[nn.Module],
     loss_fn: Callable[[Any, Any], torch.Tensor],
     options: Options,
-    arrange: Arrange | None = None,
+    arrange: Callable[[ControlPlane], Callable[[], Arrangement]] | None = None,
 ) -> Session:
     """Opens a pipeline; every rank calls it, and raises what any of them finds.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,8 +55,14 @@ class Contexts:
                 "inference_mode(), or eval_step() for a loss without a training"
             )
         for kind in self._device_types:
-            if torch.is_autocast_enabled(kind):
-                self._check_autocast(kind, torch.get_autocast_dtype(kind))
+            if not torch.is_autocast_enabled(kind):
+                continue
+            if (dtype := torch.get_autocast_dtype(kind)) not in self._dtypes:
+                _refuse(
+                    f"torch.autocast({kind!r}, {dtype})",
+                    f"Give PipelineModule autocast={dtype}, which is {self._dtypes[0]} now, and "
+                    "leave it out around the call",
+                )
         if process_wide() != self._process_wide:
             check_process_wide(self._process_wide)
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -67,23 +72,11 @@ class Contexts:
         if (mode := _get_current_dispatch_mode()) is not None:
             _refuse(mode, "Leave it before the call")
         modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if modes or self._device.type != "cpu":
-            self._check_function_modes(modes)
-
-    def _check_autocast(self, kind: str, dtype: torch.dtype) -> None:
-        if dtype not in self._dtypes:
-            given = self._dtypes[0]
-            _refuse(
-                f"torch.autocast({kind!r}, {dtype})",
-                f"Give PipelineModule autocast={dtype}, which is {given} now, and leave it out "
-                "around the call",
-            )
-
-    def _check_function_modes(self, modes: Sequence[object]) -> None:
         for mode in modes:
             if not isinstance(mode, DeviceContext):
                 _refuse(mode, "Leave it before the call")
-        if (device := torch.get_default_device()) != self._device:
+        may_differ = modes or self._device.type != "cpu"  # to ask takes longer than all the rest
+        if may_differ and (device := torch.get_default_device()) != self._device:
             _refuse(
                 f"the default device {device}",
                 f"When the pipeline was made it was {self._device}: call it under the same",

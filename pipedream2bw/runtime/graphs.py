@@ -39,14 +39,9 @@ class StageGraphs:
 
 
 def graphs_of(report: _C.GraphReport) -> StageGraphs:
-    """Reads the engine's report."""
-    return StageGraphs(
-        num_graphs=report.num_graphs,
-        bytes=report.bytes,
-        forwards=report.forwards,
-        backwards=report.backwards,
-        others=dict(report.others),
-    )
+    """Reads the engine's report, which has the same names."""
+    names = [field.name for field in dataclasses.fields(StageGraphs)]
+    return StageGraphs(**{name: getattr(report, name) for name in names})
 
 
 class _Looked(NamedTuple):

@@ -165,10 +165,13 @@ class Intake:
             of_batch = [size for replica in range(grid.width) for size in sizes_of(replica)]
         if part is not None:
             sizes, layouts = self._placed(sizes, 0), self._placed(layouts, -1)
-        if self._losses_are_means:
-            weights = _weights_of_means(sizes, of_batch)
-        else:
+        if not self._losses_are_means:
             weights = self._normalizer.weights(announced, len(sizes), part)
+        elif len(set(of_batch)) == 1:
+            weights = _C.LossWeights(divisor=len(of_batch))
+        else:  # those of the mean over the batch's rows
+            rows = sum(of_batch)
+            weights = _C.LossWeights(factors=[size / rows for size in sizes])
         return Microbatches(sizes, layouts, self._first, sum(of_batch), weights)
 
     def _placed(self, numbers: Sequence[int], missing: int) -> list[int]:
@@ -265,16 +268,3 @@ def _by_microbatch(
     if len(parts) == 1:
         return split(parts[0], sizes)
     return [split(part, [size])[0] for part, size in zip(parts, sizes, strict=True)]
-
-
-def _weights_of_means(sizes: Sequence[int], of_batch: Sequence[int]) -> _C.LossWeights:
-    """The weights of microbatches in the mean over the batch's rows.
-
-    Args:
-        sizes: rows of each of a replica's.
-        of_batch: of each of the batch's.
-    """
-    if len(set(of_batch)) == 1:
-        return _C.LossWeights(divisor=len(of_batch))
-    rows = sum(of_batch)
-    return _C.LossWeights(factors=[size / rows for size in sizes])

@@ -22,7 +22,6 @@ from ..ranks.channels import Channels
 from ..ranks.grid import RankGrid
 from ..stages.compile import compiled
 from ..stages.modes import Mode
-from ..stages.program import StageProgram
 from .engine_end import KeptErrors, end_engine, keeping
 from .graphs import RecordingRunner, graph_setup
 from .joint_updates import JointUpdates
@@ -151,9 +150,10 @@ class LocalStages:
         has_copies = schedule.num_pipelines > 1 and not grid.in_processes
         sums = [_C.CopySum() if has_copies else None for _ in range(d)]
         tied = {name: tie.stages for tie in ties for name in tie.names}
-        owners = collections.Counter(
-            owner for program in mode.programs for owner in _owners_in(program)
-        )
+        owners = collections.Counter[str]()  # of parameters and buffers, by stages that have some
+        for program in mode.programs:
+            names = (*program.parameters, *program.unused_parameters, *program.buffers)
+            owners.update({name.rpartition(".")[0] for name in names})
         ranks = {stage: rank for rank in grid.local_ranks for stage in grid.stages_of(rank)}
         streams = {
             place: _C.StageStreams(place[1])
@@ -237,7 +237,8 @@ class LocalStages:
         for stage in self._stages:
             here = stage.index
             program = mode.programs[here % d]
-            functions = stage.weights.bind(program)
+            weights = stage.weights
+            functions = (program.bind(clone, weights.device) for clone in weights.clones)
             stage.bound[mode.wiring] = BoundProgram(
                 program,
                 [compiled(each, options, splits_backward=splits) for each in functions],
@@ -385,12 +386,6 @@ def last_uncaught() -> BaseException | None:
     IPython and Python's own prompt keep it, as programs go on there.
     """
     return getattr(sys, "last_value", None)
-
-
-def _owners_in(program: StageProgram) -> set[str]:
-    """The modules whose own parameters or buffers a stage has."""
-    names = (*program.parameters, *program.unused_parameters, *program.buffers)
-    return {name.rpartition(".")[0] for name in names}
 
 
 def _device_of_each(schedule: _C.Schedule, devices: Sequence[torch.device]) -> list[torch.device]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+from ..model.clone import copy_attributes
 from ..model.hooks import called_by
 from ..model.watch import Watch
 from ..stages.modes import Mode, Modes
@@ -77,7 +78,8 @@ class ModelChanges:
                 del self._modes[list(self._modes)[1]]
         changed = self._watch.follow()
         for stage in self._stages:
-            stage.weights.copy_attributes(changed)
+            for clone in stage.weights.clones:
+                copy_attributes(stage.weights.model, clone, changed)
         self._num_followed += 1
         self._has_changed = False
         return self._modes[state]

@@ -61,7 +61,18 @@ def _check_replica(
             check_rows(first.rows, other.target_rows)
         else:
             check_rows([announced[one].argument_rows], [announced[last].target_rows])
-        _check_first_stages(grid, announced, replica, shard, begin)
+        begun = grid.process_of(begin, replica, shard)
+        mine, theirs = announced[one], announced[begun]
+        if mine.argument_rows != theirs.argument_rows:
+            raise ValueError(
+                f"rows of the arguments on rank {one}: {mine.argument_rows}, on rank {begun}: "
+                f"{theirs.argument_rows}: give all first stages of a replica the same batch"
+            )
+        if mine.shapes != theirs.shapes:
+            raise ValueError(
+                f"arguments on rank {one} and on rank {begun}: their shapes or dtypes differ: give "
+                "all first stages of a replica the same batch"
+            )
     ranks = sorted(set(itertools.chain(*(places[replica] for places in grid.places))))
     targets = {announced[rank].target: rank for rank in reversed(ranks)}
     targets.pop(-1, None)
@@ -71,24 +82,6 @@ def _check_replica(
             "ranks of one replica must read the same batch. Give a DistributedSampler "
             "num_replicas=pipe.width and rank=pipe.replica, and what shuffles the same seed. Where "
             "ranks compute targets themselves, give them to the last stage's rank alone"
-        )
-
-
-def _check_first_stages(
-    grid: RankGrid, announced: Sequence[Announcement], replica: int, shard: int, begin: int
-) -> None:
-    """Raises ValueError unless all first stages of the replica were given one batch."""
-    ranks = [grid.process_of(0, replica, 0), grid.process_of(begin, replica, shard)]
-    first, other = (announced[rank] for rank in ranks)
-    if first.argument_rows != other.argument_rows:
-        raise ValueError(
-            f"rows of the arguments on rank {ranks[0]}: {first.argument_rows}, on rank "
-            f"{ranks[1]}: {other.argument_rows}: give all first stages of a replica the same batch"
-        )
-    if first.shapes != other.shapes:
-        raise ValueError(
-            f"arguments on rank {ranks[0]} and on rank {ranks[1]}: their shapes or dtypes "
-            "differ: give all first stages of a replica the same batch"
         )
 
 

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _C
-from ..model.clone import copies_of_buffers, copy_attributes, structural_clone
+from ..model.clone import copies_of_buffers, structural_clone
 from ..model.local_shards import parameter_at
 from ..model.precision import Precision
 from ..model.storages import storage_of, with_own_storage
-from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
 from .gradient_guards import ArrivalGuard, EngineGradient
 
@@ -171,20 +170,6 @@ class StageWeights:
         there = {name: holder[leaf] for name, (holder, leaf) in self._holders.items()}
         return {name: buffer for name, buffer in there.items() if buffer is not None}
 
-    def bind(self, program: StageProgram) -> list[StageFunction]:
-        """The program as one function for each weight slot."""
-        return [program.bind(clone, self.device) for clone in self.clones]
-
-    def copy_attributes(self, names: Mapping[str, Collection[str]]) -> None:
-        """Gives the clones' modules attributes of the model's; ``names`` has them by module."""
-        for clone in self.clones:
-            copy_attributes(self.model, clone, names)
-
-    def in_slot(self, slot: int) -> dict[nn.Parameter, nn.Parameter]:
-        """Maps the root's Parameters to those that the stage computes with in a slot."""
-        own = {**self.frozen, **dict(zip(self.trainable, self.slot_parameters[slot], strict=True))}
-        return {parameter: own[name] for name, parameter in self.in_root.items()}
-
     def shown(self, name: str) -> torch.Tensor:
         """The values that the handle of that name shows, or the frozen parameter's. Drained."""
         return {**self.frozen, **self.trainable}[name].detach()
@@ -298,11 +283,10 @@ def share_out(
     taken: dict[nn.Module, set[str]] = {}  # by root
     for pipeline in sorted({spec.pipeline for spec in specs}):
         mine = [spec for spec in specs if spec.pipeline == pipeline]
-        root = (
-            model
-            if pipeline == 0 or mine[0].copies is None
-            else _second_model(model, mine[0].precision)
-        )
+        root = model
+        if pipeline > 0 and mine[0].copies is not None:  # over tensors of its own, in one process
+            own = {p: another_copy(p, mine[0].precision) for p in model.parameters()}
+            root = structural_clone(model, own, copies_of_buffers(model))
         of_pipeline: list[StageWeights] = []
         names = taken.setdefault(root, set())
         for spec in mine:
@@ -312,12 +296,6 @@ def share_out(
             _make_clones(root, group, hooked)
         made += of_pipeline
     return made
-
-
-def _second_model(model: nn.Module, precision: Precision) -> nn.Module:
-    """The model over parameters and buffers of its own, for a second pipeline in this process."""
-    parameters = {parameter: another_copy(parameter, precision) for parameter in model.parameters()}
-    return structural_clone(model, parameters, copies_of_buffers(model))
 
 
 def _without_common_parameters(stages: Sequence[StageWeights]) -> list[list[StageWeights]]:
@@ -337,8 +315,10 @@ def _make_clones(root: nn.Module, stages: Sequence[StageWeights], hooked: Collec
     modules = [root.get_submodule(name) for name in hooked]
     for slot in range(max(stage.engine.num_slots for stage in stages)):
         mapping: dict[nn.Parameter, nn.Parameter] = {}
-        for stage in stages:
-            mapping.update(stage.in_slot(slot % stage.engine.num_slots))
+        for stage in stages:  # the root's Parameters, and those that it computes with in the slot
+            parameters = stage.slot_parameters[slot % stage.engine.num_slots]
+            own = {**stage.frozen, **dict(zip(stage.trainable, parameters, strict=True))}
+            mapping.update((parameter, own[name]) for name, parameter in stage.in_root.items())
         clone = structural_clone(root, mapping, hooked=modules)
         for stage in stages:
             if slot < stage.engine.num_slots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from ..ranks.operations import Announcement, Operation
@@ -24,8 +24,7 @@ class Timeline:
         """All processes' actions on rank 0, [] elsewhere. Every rank calls it."""
         with self._session.ending.lost_ranks_close():
             self._session.agree(Operation.gather_events, 0, Announcement)
-        parts = self._session.gather([dataclasses.astuple(event) for event in self.rows])
-        return sorted(Event(*row) for part in parts for row in part)
+        return sorted(itertools.chain(*self._session.gather(self.rows)))
 
     def __repr__(self) -> str:
         return f"Timeline({self._in_words}; draw_text() draws its rows)"

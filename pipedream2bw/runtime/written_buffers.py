@@ -105,8 +105,12 @@ class WrittenBuffers:
         if not begun:
             return
         first = self._kept[min(begun)]
-        for kept in first:
-            _check_restorable(kept)
+        for _, leaf, tensor, version, copy in first:
+            if tensor is not None and copy is None and tensor._version != version:
+                raise RuntimeError(
+                    f"buffer {leaf!r}: a forward has written to the buffer for the first time, and "
+                    "no copy was made before. The buffer's values before this batch are lost"
+                )
         before = {(id(kept.holder), kept.leaf) for kept in first}
         for holder, leaves in self._holders or ():
             new = [leaf for leaf in holder if (id(holder), leaf) not in before]
@@ -155,12 +159,3 @@ def _differs(kept: _Kept) -> bool:
         tensor.contiguous().view(-1).view(torch.uint8) for tensor in (kept.tensor, kept.copy)
     )
     return not torch.equal(*as_bytes)
-
-
-def _check_restorable(kept: _Kept) -> None:
-    tensor = kept.tensor
-    if tensor is not None and kept.copy is None and tensor._version != kept.version:
-        raise RuntimeError(
-            f"buffer {kept.leaf!r}: a forward has written to the buffer for the first time, and no "
-            "copy was made before. The buffer's values before this batch are lost"
-        )
