@@ -17,6 +17,7 @@ from ..errors import StageError
 from ..optimizer.optimizer import PipelineOptimizer
 from ..pipeline.module import PipelineModule
 from ..ranks.operations import Announcement, Operation
+from ..runtime.closing import close
 from ..runtime.extension import CHECKPOINTER, Extension, TakenBack
 from ..runtime.loading import flush_to_load
 from .commit import look, retain, steps_in, tried
@@ -290,7 +291,7 @@ class Checkpointer(Extension):
         try:
             while not self._has_saved_last():
                 pass
-            self._session.close()
+            close(self._session)
         except BaseException as error:
             self._leave(error)
             raise

@@ -22,7 +22,9 @@ from ..model.metrics import Metric
 from ..options import Options
 from ..ranks.mesh import mesh_of
 from ..ranks.operations import Announcement, Operation
+from ..runtime.closing import close, give_back
 from ..runtime.comm_hook import CommHook, StageHook, register_comm_hook, replica_group
+from ..runtime.discard_batch import discard_batch, discard_left
 from ..runtime.evaluation import evaluate, evaluate_loss
 from ..runtime.graphs import StageGraphs, graphs_of
 from ..runtime.lazy_numbers import Loss
@@ -310,7 +312,7 @@ class PipelineModule(nn.Module):
                 normalizer, or one too many.
             StageError: the pipeline has failed; its attributes say where and why.
         """
-        self.session.discard_left()
+        discard_left(self.session)
         arguments = StepArguments(
             Microbatch(*args, target=target, **kwargs), microbatches, normalizer
         )
@@ -351,7 +353,7 @@ class PipelineModule(nn.Module):
         Every rank calls it; drains. The next batch reads the newest weights. After an interrupt the
         next ``train_step`` does it by itself.
         """
-        return self.session.discard_batch()
+        return discard_batch(self.session)
 
     def forward(
         self, *args: Any, microbatches: Iterable[Microbatch] | None = None, **kwargs: Any
@@ -421,7 +423,7 @@ class PipelineModule(nn.Module):
             raise RuntimeError(
                 "unsplit() works in one process; under torchrun use full_state_dict()"
             )
-        self.session.give_back()
+        give_back(self.session)
         return self.session.model
 
     # ------------------------------------------------------------------ reports
@@ -771,7 +773,7 @@ class PipelineModule(nn.Module):
         Raises:
             StageError: on every rank: the last batch was discarded. The pipeline is closed.
         """
-        self.session.close()
+        close(self.session)
 
     def abort(self) -> None:
         """Ends this process's part at once, without waiting for any other rank.

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..model.checkpoint import Checkpoint
 from ..ranks.operations import Operation
+from .discard_batch import discard_batch
 from .session import Session
 from .stage_values import take_over
 
@@ -16,7 +17,7 @@ def flush_to_load(session: Session, operation: Operation) -> None:
     session.ending.check_open()
     session.accumulation.check_weights_are_own("loading weights")
     if operation == Operation.load:
-        session.discard_batch()  # whose step will never come: another run goes on
+        discard_batch(session)  # whose step will never come: another run goes on
     session.flush_for(operation)
 
     def before_load() -> None:

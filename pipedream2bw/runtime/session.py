@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -11,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 
 from .. import _C
-from ..errors import StageError, reworded
+from ..errors import reworded
 from ..model.local_shards import as_dtensors, parameter_at, shard_dimensions
 from ..ranks.agreement import DrainWanted
 from ..ranks.operations import Announcement, Operation
@@ -47,8 +46,8 @@ class Session:
         model, modes, stages: as given. root: the model as one module.
         random_seed: may be changed between train_steps, on all ranks. A run that begins with the
             seed and ``num_train_steps`` of another one draws what that one would have drawn next.
-        accumulation: which train_steps make one batch.
         grid: which process runs which stages.
+        accumulation: which train_steps make one batch.
         control: how all ranks agree; it has the fault that ends all waiting, and the timeout.
         local_model: this process's parameters, buffers and state.
         ending: whether the pipeline is open, and what has ended it.
@@ -59,6 +58,7 @@ class Session:
         intake: splits what the calls are given.
         changes: what scripts do to the model, followed by the stages.
         num_evaluations: so far, the number of the next one.
+        uncaught_before: what nobody had caught when the last train_step was submitted.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Session:
         self._contexts = Contexts(stages.options.precision, devices)
         self.num_train_steps = 0
         self.discarding = Discarding(stages, self.accumulation, self.extensions)
-        self._uncaught_before = last_uncaught()  # when the last train_step was submitted
+        self.uncaught_before = last_uncaught()
         self.num_evaluations = 0
         self.intake = Intake(stages)
         self.first_unfinished: int | None = None
@@ -133,7 +133,7 @@ class Session:
             mode = self.mode_in_use()
             with self.interruptible_later():
                 slot = self._submit(data, mode, microbatches)
-                self._uncaught_before = last_uncaught()
+                self.uncaught_before = last_uncaught()
             return slot
 
     def _submit(self, data: StepData, mode: Mode, microbatches: Microbatches) -> _C.AwaitedNumbers:
@@ -263,38 +263,6 @@ class Session:
             stage.weights.show_newest()
             stage.runner.calls.make()
 
-    def discard_batch(self) -> tuple[int, ...]:
-        """Takes back the train_steps since the last optimizer step; gives their numbers. Drains."""
-        self.ending.check_open()
-        batch, first = self.accumulation.num_updates, self.num_train_steps
-        if not self.accumulation.is_between_batches:
-            first = self.discarding.first_train_step(batch)
-            cause = "discard_batch() was called"
-            self.control.discards.discard(batch, StageError(cause, cause=cause))
-        last = self.num_train_steps
-        try:
-            with self.ending.failing_closes():
-                self.drain()
-        except StageError as error:
-            if error.discarded is None or error.discarded[0] < first:
-                raise
-        return tuple(range(first, last))
-
-    def discard_left(self) -> None:
-        """Discards a batch if its step is missing and an interrupt, or an error, came since.
-
-        Nobody has caught it, and the program has gone on: so it is a notebook or Python's prompt.
-        """
-        error, is_between = last_uncaught(), self.accumulation.is_between_batches
-        if error in (None, self._uncaught_before) or self.grid.in_processes or is_between:
-            return
-        discarded = ", ".join(map(str, self.discard_batch()))
-        warnings.warn(
-            f"train_steps {discarded}, left by {type(error).__name__} before their opt.step(), "
-            "were discarded",
-            stacklevel=3,
-        )
-
     def flush_for(
         self, operation: Operation, local: Callable[[], Announcement] = Announcement
     ) -> None:
@@ -361,43 +329,6 @@ class Session:
             yield self.num_train_steps - 1
             self.accumulation.num_updates += 1
             self._has_updated = True
-
-    # ------------------------------------------------------------------ ending
-
-    def close(self) -> None:
-        """Ends all once what was submitted is done; StageError if the last batch was discarded."""
-        if not self.ending.is_open:
-            return
-        discarded: StageError | None = None
-        with self.ending.one_at_a_time():
-            with self.ending.failing_closes():
-                self.stages.finish_submitted()
-                try:
-                    self.agree(Operation.close, self.num_train_steps, Announcement)
-                    if self.stages.joint_updates.need_later_batches:
-                        self.drain()
-                except StageError as error:
-                    if error.discarded is None:
-                        raise
-                    discarded = error
-                self.ending.finish_submitted()
-                self.control.agree(Operation.close, self.num_train_steps, Announcement)
-            self.ending.end(RuntimeError("close() was called"))
-        if discarded is not None:
-            raise discarded
-
-    def give_back(self) -> None:
-        """Closes, and gives the model memory of its own, with the newest weights."""
-        self.flush_to_read(Operation.flush)
-        self.close()  # which shows the pipeline's memory for the last time
-        for stage in self.stages.of_first_pipeline():
-            weights, engine = stage.weights, stage.weights.engine
-            for i, handle in enumerate(weights.handles):
-                if handle is weights.originals[i]:
-                    newest = engine.master(engine.newest_slot, i)
-                    handle.data = newest.to(weights.device, copy=True)
-        self.stages.options.precision.restore()
-        self.ending.weights_given_back()
 
 
 def open_sessions() -> list[Session]:

@@ -12,6 +12,7 @@ from ...options import Options
 from ...ranks.agreement import ControlPlane
 from ...ranks.deadline import Deadline
 from ...ranks.grid import RankGrid
+from ...runtime.closing import close
 from ...runtime.local_stages import LocalStages
 from ...runtime.microbatch import Microbatch
 from ...runtime.runner import StageOptions
@@ -124,7 +125,7 @@ def _train_step_seconds(num_microbatches: int, device: torch.device) -> float:
         session.drain()
 
     seconds = median_seconds(train_step, device, times=8, warmup=2)
-    session.close()
+    close(session)
     return seconds
 
 
