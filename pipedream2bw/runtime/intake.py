@@ -156,10 +156,12 @@ class Intake:
         first = grid.process_of(0)
         mine = listed[first] if listed else None
         shapes = [announced[first].shapes] * len(sizes) if mine is None else mine.shapes
-        layouts = [
-            self._layouts.setdefault(each, len(self._layouts))
-            for each in zip(shapes, sizes, strict=True)
-        ]
+        kinds = list(zip(shapes, sizes, strict=True))
+        numbers = {
+            kind: self._layouts.setdefault(kind, len(self._layouts))
+            for kind in dict.fromkeys(kinds)
+        }
+        layouts = [numbers[kind] for kind in kinds]
         of_batch = sizes
         if self._is_one_batch:
             of_batch = [size for replica in range(grid.width) for size in sizes_of(replica)]
@@ -178,10 +180,11 @@ class Intake:
         """The microbatches' numbers at their places in the schedule's batch."""
         pipelines = self._grid.num_pipelines
         room = self._num_microbatches // pipelines
-        remaining = iter(numbers)
         placed: list[int] = []
+        begin = 0
         for count in microbatch_rows(len(numbers), pipelines):
-            placed += [next(remaining) for _ in range(count)] + [missing] * (room - count)
+            placed += [*numbers[begin : begin + count], *([missing] * (room - count))]
+            begin += count
         return placed
 
     def inputs(
@@ -197,8 +200,7 @@ class Intake:
             count = len(sizes) // grid.num_pipelines
             begin = grid.pipeline(stage.index) * count
             before, here = (
-                sum(size > 0 for size in part)
-                for part in (sizes[:begin], sizes[begin : begin + count])
+                len(part) - part.count(0) for part in (sizes[:begin], sizes[begin : begin + count])
             )
             placed, mine = slice(begin, begin + here), slice(before, before + here)
         inputs = RunInputs(

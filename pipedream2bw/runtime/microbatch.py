@@ -137,10 +137,10 @@ class SplitTree:
 
     def split(self, sizes: Sequence[int], streams: _C.StageStreams) -> list[Any]:
         """One tree for each microbatch, its tensors views of the batch's on the stage's device."""
-        return [
-            pytree.tree_unflatten(list(leaves), self.spec)
-            for leaves in split_values(self.leaves, self.whole, sizes, streams)
-        ]
+        parts = split_values(self.leaves, self.whole, sizes, streams)
+        if self.spec.is_leaf():  # nearly all targets: to unflatten takes longer than to split
+            return [leaf for (leaf,) in parts]
+        return [pytree.tree_unflatten(leaves, self.spec) for leaves in parts]
 
 
 def split_values(
@@ -189,7 +189,8 @@ def hash_of_values(trees: Sequence[Any]) -> int:
     It is the same in all processes. -1: there are no tensors, or one is not in the host's memory,
     which is not waited for.
     """
-    leaves = pytree.tree_leaves(opened(list(trees)))
+    is_flat = all(type(tree) is torch.Tensor for tree in trees)
+    leaves = trees if is_flat else pytree.tree_leaves(opened(list(trees)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     plain = [leaf for leaf in leaves if type(leaf) in (bool, int, float, str)]
     arrays = [leaf for leaf in leaves if is_array(leaf) and leaf.dtype.kind in "biuf"]

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -325,11 +325,14 @@ class StageRunner:
         layout, inbound = inputs.layouts[call.microbatch], call.inbound
         replayed = self._again and self._again.first(layout, own.tensors())
         saved = self._count_saved(layout, own, inbound)
-        is_row = inputs.sizes[call.microbatch] == 1 < inputs.total_rows
-        told = _one_row_told(inputs.total_rows) if is_row else _NOTHING
         added = self._first_added
-        with replayed or _NOTHING as replay, saved or _NOTHING, told:
-            messages, loss, output = self.compute(inputs.bound, call.slot, own, inbound)
+        with replayed or _NOTHING as replay, saved or _NOTHING:
+            try:
+                messages, loss, output = self.compute(inputs.bound, call.slot, own, inbound)
+            except (IndexError, RuntimeError, ValueError) as error:
+                if inputs.sizes[call.microbatch] == 1 < inputs.total_rows:
+                    raise _one_row_told(error, inputs.total_rows) from error
+                raise
         if saved is not None:
             self.bytes_kept[layout] = saved.total
         if loss is not None:
@@ -428,15 +431,11 @@ class StageRunner:
         return values
 
 
-@contextlib.contextmanager
-def _one_row_told(rows: int) -> Iterator[None]:
-    """Adds to an error of the user's code that the microbatch has one of the batch's rows."""
-    try:
-        yield
-    except (IndexError, RuntimeError, ValueError) as error:
-        text = f"{str(error).rstrip('.')}. This microbatch has 1 of the batch's {rows} rows"
-        hint = "If the model needs more, give larger batches or fewer microbatches"
-        raise reworded(error, f"{text}. {hint}") from error
+def _one_row_told(error: Exception, rows: int) -> Exception:
+    """An error of the user's code that tells that the microbatch has one of the batch's rows."""
+    text = f"{str(error).rstrip('.')}. This microbatch has 1 of the batch's {rows} rows"
+    hint = "If the model needs more, give larger batches or fewer microbatches"
+    return reworded(error, f"{text}. {hint}")
 
 
 def while_alive(bound_method: Any) -> Callable[..., Any]:
