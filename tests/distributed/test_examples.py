@@ -136,10 +136,13 @@ def test_experts_that_a_tensor_group_shares_out_train_as_those_of_one_process() 
 
 
 def test_shards_without_processes_of_their_own_are_refused() -> None:
-    process = start_alone(EXPERTS, "--shards=2")
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "--stages: 2, --shards: 2, processes: 1: each shard of a stage needs one" in told
+    arguments = ["--shards=2"]
+    (result,) = run_ranks(
+        EXAMPLES / EXPERTS, 1, args=arguments, rendezvous="none", expect_failure=True
+    )
+    assert result.exit_code == 2
+    told = "--stages: 2, --shards: 2, processes: 1: each shard of a stage needs one"
+    assert told in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import typing
 
 import pytest
 
 import pipedream2bw as pd2
 from pipedream2bw import extras, pictures, planner
+from tests.runs.launch import run_ranks
 
-LOADED = """
-houses = ("pipedream2bw.planner", "pipedream2bw.extras", "pipedream2bw.pictures")
-print(sorted(name for name in sys.modules if name.startswith(houses)))
+PROGRAM = """
+import sys, torch, pipedream2bw as pd2
+
+def main(*_):
+    houses = ("pipedream2bw.planner", "pipedream2bw.extras", "pipedream2bw.pictures")
+    exec({code!r}, globals())
+    return sorted(name for name in sys.modules if name.startswith(houses))
 """
 
 
 def loaded_after(code: str) -> list[str]:
-    program = f"import sys, torch, pipedream2bw as pd2\n{code}\n{LOADED}"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    modules: list[str] = eval(done.stdout)
+    """In a process that has imported the package alone."""
+    (result,) = run_ranks(PROGRAM.format(code=code), 1, rendezvous="none")
+    modules: list[str] = result.value
     return modules
 
 
