@@ -85,7 +85,7 @@ class Saving:
         return self._fault.raised or (ending := self._ending()) is None or not ending.is_open
 
     def has_failed(self) -> bool:
-        """Whether it has ended by a failure, so that other ranks may have ended, too."""
+        """Whether the pipeline has ended by a failure, so that other ranks may have ended, too."""
         return self._fault.raised or ((e := self._ending()) is not None and e.has_failed)
 
     def wait(self, timeout: float | None = None) -> None:

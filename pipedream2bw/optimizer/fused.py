@@ -41,8 +41,11 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 
 def fused_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _C.GroupOptions:
     """A group's options as they are now."""
-    of_both: dict[str, Any] = {key: float(group[key]) for key in ("lr", "weight_decay")}
-    of_both["maximize"] = bool(group["maximize"])
+    of_both: dict[str, Any] = {
+        "lr": float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": bool(group["maximize"]),
+    }
     if "betas" in group:
         decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
         return _C.GroupOptions(

@@ -244,7 +244,10 @@ def _stepped(
     for handle in restriction.handles:
         handle.grad = gradient(handle.detach())
     part = restriction.of(optimizer)
-    own = vars(part).items()
-    vars(part).update({k: type(v)() for k, v in own if k.startswith("_optimizer_step")})
+    hooks = {name: type(value)() for name, value in vars(part).items() if name in _STEP_HOOKS}
+    vars(part).update(hooks)
     type(part).step(part)
     return part
+
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
