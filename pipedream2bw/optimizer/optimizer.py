@@ -159,7 +159,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             )
         weights.show_newest()
         self._step_remedies.take_over(weights)
-        wrapped.set_fused(weights)
+        wrapped.set_fused(weights, holders)
 
     def _late_share(self, stage: int) -> float:
         """The share of the last batch's forwards on a stage that are late, in all replicas.

@@ -17,7 +17,7 @@ from ..runtime.stage_values import masters_shown
 from ..runtime.stage_weights import StageWeights
 from .checks import stepping
 from .clipping import GradNorm
-from .fused import Holder, fused_kind, parameters_of, read_state, step_hooks, write_state
+from .fused import Holder, Holders, fused_kind, parameters_of, read_state, step_hooks, write_state
 from .own_step import StageStepper, changed_by
 from .restriction import example_state, first_states, options_of
 from .shares import all_shares, forget_others, whole_states
@@ -119,9 +119,8 @@ class Wrapped(Extension):
                     write_state(kind, weights, i, optimizer.state.get(original, {}))
         self.show_states()
 
-    def set_fused(self, weights: StageWeights) -> None:
+    def set_fused(self, weights: StageWeights, holders: Holders) -> None:
         """Makes the engine's fused passes step a stage's weights as these optimizers do."""
-        holders = self.holders()
         numbers = {id(group): number for number, (_, _, group) in enumerate(self.groups())}
         of_stage = [holders[id(original)] for original in weights.originals]
         places = [(kind, numbers[id(group)]) for kind, _, group in of_stage]

@@ -54,7 +54,7 @@ class _Looked(NamedTuple):
 
 
 class RecordingRunner(StageRunner):
-    """Some of whose forwards are recorded, and are not called again for their kind."""
+    """A runner some of whose forwards are recorded, and are not called again for their kind."""
 
     def __init__(
         self, stage: int, num_stages: int, weights: StageWeights, options: StageOptions
