@@ -182,11 +182,8 @@ class _Count:
         for tensor in tensors_in((inputs, self._target)):
             self._note(tensor)
         self._is_forward = True
-        with (
-            Weighed(LossWeight()),
-            options.precision.computing(self._captured.device.type),
-            counter,
-        ):
+        autocast = options.precision.computing(self._captured.device.type)
+        with Weighed(LossWeight(), autocast), counter:
             outputs: list[Any] = program.bind(self._root)(inputs)
             if is_last:
                 outputs = [computed_loss(options.loss_fn, outputs[0], self._target)]

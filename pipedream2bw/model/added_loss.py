@@ -13,6 +13,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -55,23 +56,31 @@ class Weighed:
 
     Args:
         weight: of the microbatch's losses; None in an evaluation.
+        autocast: is entered, too.
 
     Attributes:
         has_added: whether the part has added a loss.
         num_waiting: added losses that train, and whose backward has not come.
     """
 
-    def __init__(self, weight: LossWeight | None) -> None:
-        self.weight = weight
-        self.has_added = False
-        self.num_waiting = 0
+    has_added = False
+    num_waiting = 0
+
+    def __init__(
+        self, weight: LossWeight | None, autocast: AbstractContextManager[Any] | None
+    ) -> None:
+        self.weight, self._autocast = weight, autocast
 
     def __enter__(self) -> Weighed:
         self._before, _surroundings.weighed = _surroundings.weighed, self
+        if self._autocast is not None:
+            self._autocast.__enter__()
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, *failure: Any) -> None:
         _surroundings.weighed = self._before
+        if self._autocast is not None:
+            self._autocast.__exit__(*failure)
 
     def warn_of_lost(self, stage: int) -> None:
         """Warns, once, of added losses to which no backward has come. After the batch's update."""

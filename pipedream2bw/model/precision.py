@@ -14,8 +14,6 @@ from torch.utils import _pytree as pytree
 from ..options import Options
 from ..rules import DTYPES
 
-_NOTHING = contextlib.nullcontext()
-
 
 class Precision:
     """What ``precision=`` and the options beside it of a pipeline mean for its model.
@@ -84,10 +82,10 @@ class Precision:
             torch.Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t, values
         )
 
-    def computing(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """Returns the autocast for a stage's forward and the loss function."""
+    def computing(self, device_type: str) -> contextlib.AbstractContextManager[Any] | None:
+        """Returns the autocast for a stage's forward and the loss function, if there is one."""
         if self.autocast is None:
-            return _NOTHING
+            return None
         # All threads share the cache of cast weights, and any thread that leaves autocast empties
         # it: with the cache, bits would depend on timing.
         return torch.autocast(device_type, dtype=self.autocast, cache_enabled=False)

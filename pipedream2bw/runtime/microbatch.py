@@ -39,6 +39,9 @@ def microbatch_rows(rows: int, num_microbatches: int) -> list[int]:
     return [base + 1] * extra + [base] * (num_microbatches - extra)
 
 
+_LEAF = pytree.tree_structure(None)
+
+
 def is_array(value: Any) -> bool:
     """Whether a value is an array of NumPy, which need not be installed."""
     numpy = sys.modules.get("numpy")
@@ -116,7 +119,10 @@ class SplitTree:
         Raises:
             TypeError: tensors are in an object that nobody can split.
         """
-        with_paths, spec = pytree.tree_flatten_with_path(opened(tree), is_leaf=has_entries)
+        with_paths: list[tuple[pytree.KeyPath, Any]] = [((), tree)]
+        spec = _LEAF
+        if type(tree) is not torch.Tensor:  # to find its path would take longer than all the rest
+            with_paths, spec = pytree.tree_flatten_with_path(opened(tree), is_leaf=has_entries)
         leaves = [leaf for _, leaf in with_paths]
         whole = [
             not (isinstance(leaf, torch.Tensor) or is_array(leaf) or has_entries(leaf))

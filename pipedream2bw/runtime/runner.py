@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from ..model.trees import opened, tensors_in
 from ..options import Options
 from ..stages.codegen import StageFunction
 from ..stages.program import StageProgram
+from ..stages.recompute import Replay
 from .contexts import check_process_wide, process_wide
 from .messages import check_plain, pack, unpack
 from .run_again import RunAgain
@@ -174,12 +175,12 @@ class MicrobatchInputs:
 
     @classmethod
     def of(cls, inputs: RunInputs, microbatch: int) -> MicrobatchInputs:
-        own = cls([], None, inputs.loss_weights[microbatch] if inputs.training else None)
+        values, target = [], None
         if inputs.values is not None:
-            own.values, inputs.values[microbatch] = inputs.values[microbatch], None
+            values, inputs.values[microbatch] = inputs.values[microbatch], None
         if inputs.targets is not None:
-            own.target, inputs.targets[microbatch] = inputs.targets[microbatch], None
-        return own
+            target, inputs.targets[microbatch] = inputs.targets[microbatch], None
+        return cls(values, target, inputs.loss_weights[microbatch] if inputs.training else None)
 
     def tensors(self) -> list[torch.Tensor]:
         return tensors_in(opened((self.values, self.target)))
@@ -208,7 +209,7 @@ class StageRunner:
         self._is_last = stage == num_stages - 1
         self.loss_fn = loss_fn = options.loss_fn
         self._metrics = options.metrics
-        self.device = weights.device
+        self.device, self._device_type = weights.device, weights.device.type
         losses = loss_fn.modules() if self._is_last and isinstance(loss_fn, nn.Module) else ()
         of_losses = [Holder(module._buffers, None) for module in losses]
         loss_places = [(holder, leaf) for holder, _ in of_losses for leaf in holder]
@@ -322,21 +323,18 @@ class StageRunner:
         self, inputs: RunInputs, own: MicrobatchInputs, call: _C.ForwardCall
     ) -> _C.ForwardResult:
         """Runs one microbatch of a train_step."""
-        layout, inbound = inputs.layouts[call.microbatch], call.inbound
-        replayed = self._again and self._again.first(layout, own.tensors())
-        saved = self._count_saved(layout, own, inbound)
-        added = self._first_added
-        with replayed or _NOTHING as replay, saved or _NOTHING:
+        layout, inbound, added = inputs.layouts[call.microbatch], call.inbound, self._first_added
+        is_new = layout not in self.bytes_kept
+        observed = is_new or self._again is not None
+        with self._observed(layout, own, inbound) if observed else _NOTHING as replay:
             try:
                 messages, loss, output = self.compute(inputs.bound, call.slot, own, inbound)
             except (IndexError, RuntimeError, ValueError) as error:
                 if inputs.sizes[call.microbatch] == 1 < inputs.total_rows:
                     raise _one_row_told(error, inputs.total_rows) from error
                 raise
-        if saved is not None:
-            self.bytes_kept[layout] = saved.total
         if loss is not None:
-            self._check_graph(loss, inputs, call, is_new=saved is not None)
+            self._check_graph(loss, inputs, call, is_new=is_new)
         kept = self.bytes_kept[layout]
         if self._again is not None and replay is not None:
             if _is_differentiable(inbound) or _is_differentiable(messages, loss):
@@ -347,8 +345,9 @@ class StageRunner:
         metrics = None
         if self._is_last and self._metrics:
             metrics = self._measure(output, own.target, inputs, call)
-        if self._is_last and any(tensor._version != before for tensor, before in inputs.given):
-            self._writes_to_targets = True  # loss_fn or a metric does, maybe of other batches too
+        for tensor, before in inputs.given if self._is_last else ():
+            if tensor._version != before:
+                self._writes_to_targets = True  # loss_fn or a metric, maybe to later targets too
         return _C.ForwardResult(messages, loss, kept, metrics)
 
     def _measure(
@@ -376,20 +375,27 @@ class StageRunner:
         if any(parameter.requires_grad for parameter in self._weights.model.parameters()):
             refuse_no_graph()
 
-    def _count_saved(
+    @contextlib.contextmanager
+    def _observed(
         self, layout: int, own: MicrobatchInputs, inbound: Sequence[_C.Message]
-    ) -> SavedBytes | None:
-        """Counts what the first microbatch of a layout keeps: every one of them keeps as much.
+    ) -> Iterator[Replay | None]:
+        """Surrounds a forward of a layout that is new, or that is to run again.
 
-        Views of the user's batch cost nothing beyond the batch itself. What was received is counted
+        Counts what the first microbatch of a layout keeps: every one of them keeps as much. Views
+        of the user's batch cost nothing beyond the batch itself. What was received is counted
         apart if it is kept to be received again.
         """
-        if layout in self.bytes_kept:
-            return None
-        not_counted = self._weights.storage_pointers() | _storages(own.tensors())
-        if self._again is not None:
-            not_counted |= _storages(tensor for part in inbound for tensor in part.tensors)
-        return SavedBytes(not_counted)
+        given = own.tensors()
+        with self._again.first(layout, given) if self._again else _NOTHING as replay:
+            if layout in self.bytes_kept:
+                yield replay
+                return
+            not_counted = self._weights.storage_pointers() | _storages(given)
+            if self._again is not None:
+                not_counted |= _storages(tensor for part in inbound for tensor in part.tensors)
+            with SavedBytes(not_counted) as saved:
+                yield replay
+            self.bytes_kept[layout] = saved.total
 
     def forget(self) -> None:
         """Drops what was kept for microbatches that will not be finished, and for later ones."""
@@ -408,7 +414,7 @@ class StageRunner:
         has_loss: bool = True,
     ) -> tuple[list[_C.Message], torch.Tensor | None, Any]:
         """Messages; of the last stage the loss, if it has one, and the model's output."""
-        with Weighed(own.loss_weight) as weighed, self._precision.computing(self.device.type):
+        with Weighed(own.loss_weight, self._precision.computing(self._device_type)) as weighed:
             outputs = bound.functions[slot](self._values(own, inbound))
             loss = None
             if self._is_last and has_loss:
