@@ -168,7 +168,8 @@ def main() -> None:
             model,
             next_token_loss,
             num_stages=stages,
-            num_microbatches=max(4, stages),
+            num_microbatches=2 * stages,
+            schedule="2bw_fresh",
             split=[f"blocks.{i * options.layers // stages}" for i in range(1, stages)],
             example_args=example,
         )

@@ -45,6 +45,7 @@ def pipeline_of(
         next_token_loss,
         num_stages=options.stages,
         num_microbatches=max(4, options.stages),
+        schedule="2bw",  # which forwards "2bw_fresh" has late changes when blocks share no weights
         example_args=(tokens,),
     )
     adamw = torch.optim.AdamW(pipe.parameters(), lr=3e-3, betas=(0.95, 0.99))

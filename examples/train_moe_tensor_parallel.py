@@ -164,6 +164,7 @@ def main() -> None:
         list(model),
         loss_fn,
         num_microbatches=4,
+        schedule="2bw_fresh",
         example_args=(batch_of(0, options.rows)[0],),
         mesh=mesh,
     )

@@ -3,10 +3,9 @@
     python examples/train_muon.py                                       one thread per stage
     torchrun --standalone --nproc-per-node 2 examples/train_muon.py     one process per stage
 
-Under ``2bw`` a gradient is one step old. Muon (``torch.optim.Muon``) hardly minds; AdamW does, so
-its steps are corrected by the error that the delay makes (``pd2.ErrorFeedback``), unless
-``--no-remedy``. ``--schedule 1f1b`` trains without a delay, to compare. Draws loss.png into
-``--out``.
+Under ``2bw_fresh`` a few forwards of each batch read weights that are one step old. The steps are
+corrected by the error that this makes (``pd2.ErrorFeedback``), unless ``--no-remedy``.
+``--schedule 1f1b`` trains without a delay, to compare. Draws loss.png into ``--out``.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def main() -> None:
         # list.
         muon = torch.optim.Muon([{"params": matrices}], lr=0.02, weight_decay=0.0)
         adamw = torch.optim.AdamW([{"params": others}], lr=3e-3, betas=(0.95, 0.99))
-        remedy = None if options.no_remedy else pd2.ErrorFeedback()
-        optimizer = pd2.PipelineOptimizer(muon, adamw, staleness=remedy)
+        remedies = [] if options.no_remedy else [pd2.ErrorFeedback()]
+        optimizer = pd2.PipelineOptimizer(muon, adamw, staleness=remedies)
         losses = []
         for _ in range(options.steps):
             tokens, target = next(batches)

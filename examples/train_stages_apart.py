@@ -69,6 +69,7 @@ def main() -> None:
         [First(apart=not options.together), second],
         nn.functional.cross_entropy,
         num_microbatches=4,
+        schedule="2bw_fresh",
         example_args=(images[:4], digits[:4]),
     ) as pipe:
         adamw = torch.optim.AdamW(pipe.parameters(), lr=2e-3)

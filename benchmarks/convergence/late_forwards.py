@@ -613,7 +613,7 @@ def as_json(row: Row) -> dict[str, Any]:
 
 
 def draw_all(table: Table, options: argparse.Namespace) -> None:
-    """The losses by batch, of the deepest pipelines at the best rate without a delay."""
+    """The losses by tokens, of the deepest pipelines at the best rate without a delay."""
     from pictures import draw
 
     drawn = {(row.optimizer, row.learning_rate) for row in table.rows()}
@@ -628,8 +628,9 @@ def draw_all(table: Table, options: argparse.Namespace) -> None:
         for result in chosen
         if of_each[result.optimizer, result.seed] == len(DRAWN)  # not those that are under way
     ]
-    window = options.num_batches / NUM_LOOKS
-    report = {"measure": "held-out loss", "window": window, "results": results}
+    tokens = options.num_batches * options.sizes.rows * options.sizes.context
+    report = {"measure": "held-out loss", "unit": "tokens", "window": tokens / NUM_LOOKS, "at": 1.0}
+    report["results"] = results
     draw(report, options.pictures, f"late_forwards_{options.study}")
 
 

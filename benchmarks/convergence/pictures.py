@@ -36,9 +36,9 @@ def draw(report: dict[str, Any], folder: Path, name: str = "{}") -> list[Path]:
                     runs.setdefault(result["method"], []).append(losses)
             above, below = axes[0][column], axes[1][column]
             above.set_title("{}, learning rate {:g}".format(*setting))
-            plot(above, runs, report["window"])
-            plot(below, from_first(runs), report["window"])
-            below.set_xlabel("batch")
+            for each, shown in ((above, runs), (below, from_first(runs))):
+                plot(each, shown, report["window"], report.get("at", 0.5))
+            below.set_xlabel(report.get("unit", "batch"))
             if task == "digits":
                 above.set_yscale("log")
             # Who diverges leaves the picture.
@@ -75,15 +75,19 @@ def from_first(runs: Runs) -> Runs:
     }
 
 
-def plot(axes: Axes, runs: Runs, window: int) -> None:
-    """Means over the seeds, and from their least to their greatest."""
+def plot(axes: Axes, runs: Runs, window: float, at: float) -> None:
+    """Means over the seeds, and from their least to their greatest.
+
+    Args:
+        at: where in its window a loss belongs: 0 to 1.
+    """
     for (method, of_seeds), colour in zip(runs.items(), COLOURS, strict=False):
         by_point = list(zip(*of_seeds, strict=True))
-        batches = [window * (i + 0.5) for i in range(len(by_point))]
+        places = [window * (i + at) for i in range(len(by_point))]
         means = [sum(values) / len(values) for values in by_point]
-        axes.plot(batches, means, color=colour, linewidth=1.5, label=method)
+        axes.plot(places, means, color=colour, linewidth=1.5, label=method)
         low, high = [min(values) for values in by_point], [max(values) for values in by_point]
-        axes.fill_between(batches, low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.fill_between(places, low, high, color=colour, alpha=0.12, linewidth=0)
     axes.grid(alpha=0.3)
 
 

@@ -125,11 +125,11 @@ staleness: a discount, schedule: of several delays, tied parameters: some |
 staleness: a discount, optimizer: without "lr" in a group |
     it divides learning rates => every group must have an "lr"
 staleness: a NesterovCorrection, fresh forwards: True |
-    it corrects steps whose gradients are all late => ErrorFeedback does
+    it corrects steps whose gradients are all late => give ErrorFeedback() in its place
 staleness: a NesterovCorrection, loss_scale: given |
-    it does not correct steps that may be left out => ErrorFeedback does
+    it does not correct steps that may be left out => give ErrorFeedback() in its place
 staleness: a NesterovCorrection, precision: of 16 bits |
-    it does not correct steps of masters => ErrorFeedback does
+    it does not correct steps of masters => give ErrorFeedback() in its place
 optimizer_device: given, staleness: a NesterovCorrection |
     its steps are corrected where the stage is
     => it must be a LearningRateDiscount or an ErrorFeedback, or optimizer_device None

@@ -64,11 +64,11 @@ class ErrorFeedback:
     (the first one, or in a warm-up).
 
     Where 16-bit weights have whole float32 masters, the masters are w, and nothing else is kept:
-    the weights are roundings of W. Checkpoints, exports and ``state_dict()`` give w, evaluation
-    computes with W. Other weights are W, also split masters, joined. Then u(t) is made at W(t), and
-    one tensor per parameter is kept, u(t-1), which :meth:`PipelineOptimizer.state_dict` and
-    checkpoints save. The first late step after one without a delay knows no error there: its W(t+1)
-    is W(t) + u(t).
+    the weights are roundings of W. Checkpoints, exports and ``state_dict()`` give w, and evaluation
+    computes with its roundings. Other weights are W, also split masters, joined. Then u(t) is made
+    at W(t), and one tensor per parameter is kept, u(t-1), which
+    :meth:`PipelineOptimizer.state_dict` and checkpoints save. The first late step after one without
+    a delay knows no error there: its W(t+1) is W(t) + u(t).
 
     Works with every optimizer, in one fused pass with the step of SGD, Adam and AdamW. An update
     that a loss scale leaves out changes neither w nor W, nor does one without a gradient change a
@@ -208,6 +208,9 @@ class Remedies:
                 raise ValueError(f"staleness: {number} {what} given, there may be 1: {self._given}")
 
 
+_LITTLE_LATE = 0.375
+"""Where no larger share of the forwards is late, a delay costs little: docs/which_optimizer.md."""
+
 _LOW_BETA1 = 0.95
 """A longer average of gradients feels the delay less: docs/which_optimizer.md."""
 
@@ -221,18 +224,24 @@ def warn_of_delay(
 
     Beside an optimizer of another kind they are the user's choice.
     """
-    if remedies or session.grid.rank != 0 or not any(session.schedule.delay):
-        return
-    if session.has_fresh_forwards:  # which cost little or no loss: docs/schedules.md
+    schedule, is_measured = session.schedule, session.stages.options.update_slots == "auto"
+    if remedies or session.grid.rank != 0 or is_measured or schedule.late_share <= _LITTLE_LATE:
         return
     named = [_costly(optimizer) for optimizer in optimizers]
     if None not in named and any(named):
-        costly, schedule = next(filter(None, named)), session.schedule.name
+        feedback = (
+            "PipelineOptimizer(..., staleness=pipedream2bw.ErrorFeedback()) (of a PipelineTrainer: "
+            'pipeline_optimizer={"staleness": ...})'
+        )
+        better = 'schedule="2bw_fresh"'
+        if schedule.has_one_delay:
+            more = "more microbatches" if schedule.has_fresh_forwards else better
+            advice = f"{feedback} makes up for half of that or more, and {more} for nearly all"
+        else:
+            advice = f"{better} and {feedback} make up for nearly all of that"
         warnings.warn(
-            f'{costly}, schedule: "{schedule}": its gradients are late, and the loss ends higher '
-            "than without the delay. PipelineOptimizer(..., staleness=pipedream2bw.ErrorFeedback())"
-            " makes up for half of that or more (of a PipelineTrainer: pipeline_optimizer="
-            '{"staleness": ...}), and schedule="2bw_fresh" for nearly all',
+            f'{next(filter(None, named))}, schedule: "{schedule.name}": its gradients are late, '
+            f"and the loss ends higher than without the delay. {advice}",
             stacklevel=3,  # where the PipelineOptimizer is made
         )
 

@@ -18,6 +18,7 @@ from ..ranks.operations import Operation
 from .local_stages import replicas_of_loss
 from .microbatch import has_entries, is_array
 from .session import Session
+from .stage_values import roundings_computed
 from .step_data import Microbatches, StepArguments
 
 
@@ -79,16 +80,15 @@ def _run(
         stages = session.stages.of_first_pipeline()
         # If it fails it is discarded alone: as a batch after all that have begun.
         batch = session.accumulation.num_updates + 1
-        with session.interruptible_later():
-            for stage in stages:
-                inputs = session.intake.inputs(given, stage, mode, microbatches)
-                stage.runner.begin(run, inputs)
-            submitted = _C.Run(
-                id=run, wiring=mode.wiring, layouts=microbatches.layouts, batch=batch
-            )
-            for executor in session.stages.executors:
-                executor.submit_evaluation(submitted)
-        session.drain()
+        submitted = _C.Run(id=run, wiring=mode.wiring, layouts=microbatches.layouts, batch=batch)
+        with roundings_computed([stage.weights for stage in session.stages]):
+            with session.interruptible_later():
+                for stage in stages:
+                    inputs = session.intake.inputs(given, stage, mode, microbatches)
+                    stage.runner.begin(run, inputs)
+                for executor in session.stages.executors:
+                    executor.submit_evaluation(submitted)
+            session.drain()
         outputs = [stage.runner.outputs_of(run) for stage in stages]
     return outputs[-1], microbatches
 

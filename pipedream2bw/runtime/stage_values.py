@@ -57,6 +57,32 @@ def _masters_shown(weights: StageWeights, *, change: bool, whole: bool) -> Itera
         weights.show_newest()
 
 
+@contextlib.contextmanager
+def roundings_computed(stages: Iterable[StageWeights]) -> Iterator[None]:
+    """Meanwhile stages compute with their masters' roundings, where weights are ahead of these.
+
+    All replicas call it, drained. It takes as many bytes as these weights have, and while it begins
+    those of the masters where replicas share them out.
+    """
+    ahead: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for weights in stages:
+        engine, numbers = weights.engine, list(weights.ahead)
+        slot = engine.newest_slot
+        whole = engine.whole_masters(weights.fault) if numbers and engine.is_shared else []
+        # All before the first one is written: a mirror in the host's memory would take it over.
+        masters = [whole[i] if whole else engine.master(slot, i) for i in numbers]
+        for i, master in zip(numbers, masters, strict=True):
+            assert master is not None
+            weight = engine.weight(slot, i)
+            ahead.append((weight, weight.clone()))
+            weight.copy_(master)
+    try:
+        yield
+    finally:
+        for weight, value in ahead:
+            weight.copy_(value)
+
+
 def load_versions(
     weights: StageWeights, versions: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> None:

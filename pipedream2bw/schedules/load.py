@@ -73,7 +73,7 @@ def warn_without_delay(schedule: Schedule, rank: int, options: Mapping[str, obje
     if given and rank == 0 and not any(schedule.delay):
         warnings.warn(
             f'{", ".join(given)}, schedule: "{schedule.name}": without a delay this does nothing. '
-            'Leave it out, or choose a schedule with a delay, such as "2bw"',
+            'Leave it out, or choose a schedule with a delay, such as "2bw_fresh"',
             stacklevel=3,  # where the constructor is called
         )
 

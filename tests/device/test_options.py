@@ -100,6 +100,29 @@ def test_a_correction_is_loaded_while_the_caller_takes_memory(remedy: Any) -> No
     assert_same(trained(HOME, on(SKIPS, HOME)), trained("cpu", SKIPS))
 
 
+@pytest.mark.parametrize("options", [{}, {"optimizer_device": "cpu"}], ids=str)
+def test_an_evaluation_between_batches_computes_by_the_masters(options: dict[str, Any]) -> None:
+    """Their roundings are written, and what is ahead of them put back, in the caller's stream."""
+    batches = SKIPS.batches([6] * 6)
+
+    def trained(device: str, task: Task) -> tuple[torch.Tensor, Trajectory]:
+        there = [batch_on(batch, device) for batch in batches]
+        devices: dict[str, Any] = {"devices": places(2, 2)} if device != "cpu" else {}
+        with make_pipeline(task, 2, 3, there[0], precision="bf16", **options, **devices) as pipe:
+            adam = OPTIMIZERS["adam"](pipe.parameters())
+            opt = pd2.PipelineOptimizer(adam, staleness=REMEDIES[0])
+            go_on(pipe, opt, there[:3])
+            with torch.no_grad():
+                outputs = [pipe(*there[0].args).cpu() for _ in range(2)]
+            assert torch.equal(*outputs)
+            return outputs[0], go_on(pipe, opt, there[3:]).on_host()
+
+    output, got = trained(HOME, on(SKIPS, HOME))
+    expected, want = trained("cpu", SKIPS)
+    assert torch.equal(output, expected)
+    assert_same(got, want)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -315,10 +315,16 @@ def test_gpt_that_is_told_to_end_goes_on_with_the_same_bits(tmp_path: Path, text
     assert weights_of("run") == weights_of("undisturbed")
 
 
-@pytest.mark.parametrize("example", ["train_moe.py", *exhaustive("train_muon.py")])
-def test_small_gpts_learn(tmp_path: Path, text: Path, example: str) -> None:
+@pytest.mark.parametrize(
+    ("example", "more"),
+    [
+        ("train_moe.py", []),
+        *exhaustive(("train_muon.py", []), ("train_muon.py", ["--no-remedy"])),
+    ],
+)
+def test_small_gpts_learn(tmp_path: Path, text: Path, example: str, more: list[str]) -> None:
     pytest.importorskip("matplotlib")
-    tiny = ["--layers=2", "--width=32", "--context=32", "--steps=30"]
+    tiny = ["--layers=2", "--width=32", "--context=32", "--steps=30", *more]
     output = run_alone(example, *tiny, "--data", str(text), "--out", str(tmp_path))
     first, last = losses_of(output)
     assert first == pytest.approx(5.55, abs=0.2)

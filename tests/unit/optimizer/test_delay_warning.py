@@ -48,8 +48,21 @@ def test_adam_with_a_short_average_is_warned_of(kind: Any, schedule: str, m: int
 def test_muon_is_warned_of() -> None:
     (text,) = warnings_of(muon_and_adamw)
     assert text.startswith('Muon, schedule: "2bw": its gradients are late')
+    assert 'schedule="2bw_fresh" for nearly all' in text
     assert warnings_of(muon_and_adamw, "2bw_fresh", 4) == []
     assert warnings_of(muon_and_adamw, staleness=pd2.ErrorFeedback()) == []
+
+
+def test_of_many_late_forwards_among_fresh_ones_it_is_told() -> None:
+    for m, clip in ((2, {}), (4, {"max_grad_norm": 1.0})):
+        (text,) = warnings_of(muon_and_adamw, "2bw_fresh", m, **clip)
+        assert "and more microbatches for nearly all" in text
+    assert warnings_of(muon_and_adamw, "2bw_fresh", 6, max_grad_norm=1.0) == []
+
+
+def test_no_remedy_is_named_that_the_schedule_refuses() -> None:
+    (text,) = warnings_of(muon_and_adamw, "pipedream", 1)
+    assert 'schedule="2bw_fresh" and PipelineOptimizer(' in text
 
 
 def muon_and_adamw(parameters: list[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:

@@ -262,27 +262,41 @@ def test_what_is_kept_has_the_reported_bytes(options: dict[str, Any], size: int)
                 assert report.optimizer_state == in_engine + size * numel
 
 
-def test_evaluation_computes_ahead_of_what_is_given() -> None:
-    """The masters make plain steps; the next batch reads what is a step ahead of them."""
+@pytest.mark.parametrize("options", [*MASTERS, *OF_FUSED], ids=str)
+def test_evaluation_computes_with_what_is_given_and_training_goes_on_ahead(
+    options: dict[str, Any],
+) -> None:
     batches = SKIPS.batches([2 * M] * NUM_BATCHES)
-    _, oracle = by_definition(batches, MAKE["SGD"])
-    with make_pipeline(SKIPS, 2, M, batches[0], precision="bf16") as pipe:
-        opt = pd2.PipelineOptimizer(MAKE["SGD"](pipe.parameters()), staleness=FEEDBACK)
-        go_on(pipe, opt, batches)
-        (x,) = batches[0].args
-        with torch.no_grad():
-            got = pipe(x)
-            for low, weight in zip(oracle.low.parameters(), oracle.versions[-1], strict=True):
-                low.copy_(weight)
-            want = oracle.low.eval()(x.to(BFLOAT16))
-        given = pipe.state_dict()
-    assert torch.equal(got, want)
-    for name, master in oracle.model.named_parameters():
-        assert torch.equal(given[name], master)
-    assert any(
-        not torch.equal(master, weight)
-        for master, weight in zip(oracle.model.parameters(), oracle.versions[-1], strict=True)
-    )
+    (x,) = batches[0].args
+    dtype = {"bf16": BFLOAT16, "fp16": torch.float16}[options["precision"]]
+    outputs, trajectories = [], []
+    for evaluates in (True, False):
+        with make_pipeline(SKIPS, 2, M, batches[0], **options) as pipe:
+            opt = pd2.PipelineOptimizer(MAKE["AdamW"](pipe.parameters()), staleness=FEEDBACK)
+            go_on(pipe, opt, batches[:4])
+            if evaluates:
+                with torch.no_grad():
+                    outputs.append(pipe(x))
+                    low = SKIPS.model()
+                    low.load_state_dict(pipe.state_dict())
+                    outputs.append(low.to(dtype).eval()(x.to(dtype)))
+            trajectories.append(go_on(pipe, opt, batches[4:]))
+    assert torch.equal(*outputs)
+    assert_same(*trajectories)
+
+
+def test_an_evaluation_that_fails_leaves_the_weights_ahead() -> None:
+    batches = SKIPS.batches([2 * M] * NUM_BATCHES)
+    trajectories = []
+    for fails in (True, False):
+        with make_pipeline(SKIPS, 2, M, batches[0], precision="bf16") as pipe:
+            opt = pd2.PipelineOptimizer(MAKE["SGD"](pipe.parameters()), staleness=FEEDBACK)
+            go_on(pipe, opt, batches[:4])
+            if fails:
+                with pytest.raises(pd2.errors.StageError), torch.no_grad():
+                    pipe.eval_step(*batches[0].args, target="of another kind")
+            trajectories.append(go_on(pipe, opt, batches[4:]))
+    assert_same(*trajectories)
 
 
 def test_weights_that_are_loaded_are_ahead_of_no_master() -> None:
