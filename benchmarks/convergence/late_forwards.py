@@ -207,9 +207,9 @@ STUDIES = {
     ),
 }
 DRAWN = [method.name for method in methods((4,)) if method.num_stages in (1, 8)]
-SAMPLE = [
-    (optimizer, Method("2bw_fresh", 4, 16, feedback))
-    for optimizer in DECISIVE
+SAMPLE = [  # of short, at its rates
+    (optimizer, rate, Method("2bw_fresh", 4, 16, feedback))
+    for optimizer, rate in zip(DECISIVE, (0.004, 0.016), strict=True)
     for feedback in (False, True)
 ]
 PIPELINE, EMULATED = "pipeline", "emulated"
@@ -565,10 +565,10 @@ def pace(mine: Sequence[float], synchronous: Sequence[float]) -> float:
 def run_sample(sizes: Sizes, num_batches: int, only: Sequence[str], workers: Runs) -> str:
     """The losses of the ways to train, and whether the weights' bits are the pipeline's."""
     lines = [f"| optimizer | method | {' | '.join(WAYS)} |", "|---|---|" + "---:|" * len(WAYS)]
-    for name, method in SAMPLE:
+    for name, rate, method in SAMPLE:
         if name not in only:
             continue
-        wanted = Wanted(name, method, 0.002, 0, num_batches, sizes)
+        wanted = Wanted(name, method, rate, 0, num_batches, sizes)
         results = workers.run_all([dataclasses.replace(wanted, way=way) for way in WAYS])
         cells = [
             f"{result.final_loss:.6f}, "

@@ -7,7 +7,7 @@ The pipeline itself trains the byte GPT of late_forwards.py in two stages, a pro
 2d and 4d microbatches: AdamW and Muon, at the learning rates that are best without a delay. A seed
 decides the weights and the batches, and its runs follow one another. The clock stands while the
 held-out loss is computed. For each seed take the higher one of the two losses at the end: the time
-until both have it is compared. Half an hour on two cores that do nothing else.
+until both have it is compared. 20 minutes on two cores that do nothing else.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class SplitTree:
         Raises:
             TypeError: tensors are in an object that nobody can split.
         """
-        with_paths: list[tuple[pytree.KeyPath, Any]] = [((), tree)]
+        with_paths: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
         spec = _LEAF
         if type(tree) is not torch.Tensor:  # to find its path would take longer than all the rest
             with_paths, spec = pytree.tree_flatten_with_path(opened(tree), is_leaf=has_entries)
