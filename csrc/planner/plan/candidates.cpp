@@ -58,7 +58,7 @@ std::vector<std::vector<double>> slowness_of_replicas(const PlanProblem& problem
 
 // The fewest microbatches, of so many rows in all replicas, of which no larger share is late than
 // is allowed, or as many as fit.
-int fewest_for_late_share(const PlanOptions& options, PipelineShape shape, std::int64_t rows) {
+int least_by_late_share(const PlanOptions& options, PipelineShape shape, std::int64_t rows) {
   if (!shape.method->is_fresh) return 1;
   shape.num_microbatches = 1;
   const double fewest = std::ceil(shape.mean_delay() / options.max_late_share);
@@ -71,9 +71,8 @@ std::optional<Candidate> by_speed(const PlanProblem& problem, Candidate candidat
   PipelineShape& shape = candidate.shape;
   const ScheduleMethod& method = *shape.method;
   if (slowness.empty() || method.is_bidirectional() || shape.is_stashed()) return std::nullopt;
-  const int least = *least_microbatches(method, shape.ranks, shape.stages_per_rank,
-                                        fewest_for_late_share(problem.options, shape,
-                                                              candidate.width * candidate.rows));
+  const int fewest = least_by_late_share(problem.options, shape, candidate.width * candidate.rows);
+  const int least = *least_microbatches(method, shape.ranks, shape.stages_per_rank, fewest);
   candidate.microbatches = microbatches_by_speed(
       slowness, least, method.microbatches_multiple_of(shape.ranks),
       ceil_div(problem.options.batch, candidate.rows), method.is_flushed() ? shape.ranks - 1 : 0);
@@ -94,7 +93,7 @@ void add_candidates(const PlanProblem& problem, const DeviceMappings& mappings,
   for (int size = 0; size < static_cast<int>(sizes.size()); ++size) {
     const std::int64_t rows = std::int64_t{width} * sizes[size].rows;
     if (rows > options.largest_batch) break;
-    const int fewest = fewest_for_late_share(options, {&method, ranks, stages_per_rank, 1}, rows);
+    const int fewest = least_by_late_share(options, {&method, ranks, stages_per_rank, 1}, rows);
     const std::optional<int> m =
         least_microbatches(method, ranks, stages_per_rank,
                            std::max(fewest, ceil_div(options.batch, static_cast<int>(rows))));

@@ -34,6 +34,7 @@ _SEARCH = Options(
         "summed": "with these: layers whose outputs they add up, like '*.down'",
         "width": "number of replicas; default: the best",
         "num-stages": "number of stages; default: the best",
+        "max-late-share": "of all forwards under 2bw_fresh, those that may be late, if they fit",
         "optimizer": "sgd, momentum or adamw",
         "optimizer-device": "cpu: the optimizer's state is in the host's memory",
         "precision": "bf16 or fp16, if the pipeline will have it; needs a profile in that dtype",

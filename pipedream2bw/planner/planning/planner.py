@@ -127,8 +127,7 @@ def plan(
             microbatches, as their devices are fast: the plan's num_microbatches is a number for
             each. Not with "chimera". False: all have as many.
         max_late_share: of all forwards, those that may read W(t-1) under "2bw_fresh" with updates
-            of one slot: plans have as many microbatches as that takes, or as ``largest_batch`` has
-            room for. With 3/8 (m = 2d) and error feedback the loss is as without a delay.
+            of one slot. Plans have as many microbatches as that takes (2d for 3/8), or as fit.
         calibration: what :func:`calibrate` learnt from a run, or the path of it: plans leave its
             margin of memory.
 
