@@ -46,8 +46,10 @@ class StepCorrection:
         return self._rule.of_stage(self._stage.index_in_model) * late_share
 
     def nbytes(self) -> int:
-        """Bytes that it keeps from one step to the next beside the engine."""
-        return sum(tensor.nbytes for tensor in self._kept.values())
+        """Bytes that it keeps beside the engine, from one step to the next or within a step."""
+        masters = [i for i in self.corrected_here() if i in self._stage.ahead]
+        within = sum(4 * self._stage.handles[i].numel() for i in masters)
+        return within + sum(tensor.nbytes for tensor in self._kept.values())
 
     def begin(self, slot: int, late_share: float) -> None:
         """Within an update, before the optimizers' own steps, which change masters in place."""
