@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -19,7 +20,7 @@ def at_most_three_times(test: Callable[P, R]) -> Callable[P, R]:
             try:
                 return test(*args, **kwargs)
             except AssertionError as error:
-                print("again:", error)
+                warnings.warn(f"{test.__qualname__}, again: {error}", stacklevel=2)
         return test(*args, **kwargs)
 
     return tried
