@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.utils import _pytree as pytree
 from .. import _C
 from ..model.trees import opened
 from ..ranks.operations import Operation
-from .local_stages import replicas_of_loss
+from .local_stages import interrupts_later, replicas_of_loss
 from .microbatch import has_entries, is_array
 from .session import Session
-from .stage_values import roundings_computed
+from .stage_values import newest_masters
+from .stage_weights import StageWeights
 from .step_data import Microbatches, StepArguments
 
 
@@ -81,7 +83,7 @@ def _run(
         # If it fails it is discarded alone: as a batch after all that have begun.
         batch = session.accumulation.num_updates + 1
         submitted = _C.Run(id=run, wiring=mode.wiring, layouts=microbatches.layouts, batch=batch)
-        with roundings_computed([stage.weights for stage in session.stages]):
+        with _by_masters([stage.weights for stage in session.stages]):
             with session.interruptible_later():
                 for stage in stages:
                     inputs = session.intake.inputs(given, stage, mode, microbatches)
@@ -91,6 +93,31 @@ def _run(
             session.drain()
         outputs = [stage.runner.outputs_of(run) for stage in stages]
     return outputs[-1], microbatches
+
+
+@contextlib.contextmanager
+def _by_masters(stages: Iterable[StageWeights]) -> Iterator[None]:
+    """Meanwhile stages compute with their masters' roundings, where weights are ahead of these.
+
+    All replicas call it, drained. It takes as many bytes as these weights have, and while it begins
+    those of the masters where replicas share them out.
+    """
+    ahead: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for weights in stages:
+            engine, numbers = weights.engine, list(weights.ahead)
+            # All before the first one is written: a mirror in the host's memory would take it over.
+            whole = bool(numbers) and engine.is_shared
+            masters = newest_masters(weights, numbers, whole=whole)
+            for i, master in zip(numbers, masters, strict=True):
+                weight = engine.weight(engine.newest_slot, i)
+                ahead.append((weight, weight.clone()))
+                weight.copy_(master)
+        yield
+    finally:
+        with interrupts_later():
+            for weight, value in ahead:
+                weight.copy_(value)
 
 
 def join_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -38,10 +38,7 @@ def _masters_shown(weights: StageWeights, *, change: bool, whole: bool) -> Itera
     engine = weights.engine
     slot = engine.newest_slot
     hidden = [i for i in range(len(weights.handles)) if engine.hides_master(i)]
-    masters = engine.whole_masters(weights.fault) if whole else []
-    for i in hidden:
-        master = masters[i] if whole else engine.master(slot, i)
-        assert master is not None
+    for i, master in zip(hidden, newest_masters(weights, hidden, whole=whole), strict=True):
         weights.handles[i].data = master.to(weights.device)
     before = [handle._version for handle in weights.handles]
     try:
@@ -57,30 +54,14 @@ def _masters_shown(weights: StageWeights, *, change: bool, whole: bool) -> Itera
         weights.show_newest()
 
 
-@contextlib.contextmanager
-def roundings_computed(stages: Iterable[StageWeights]) -> Iterator[None]:
-    """Meanwhile stages compute with their masters' roundings, where weights are ahead of these.
-
-    All replicas call it, drained. It takes as many bytes as these weights have, and while it begins
-    those of the masters where replicas share them out.
-    """
-    ahead: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for weights in stages:
-        engine, numbers = weights.engine, list(weights.ahead)
-        slot = engine.newest_slot
-        whole = engine.whole_masters(weights.fault) if numbers and engine.is_shared else []
-        # All before the first one is written: a mirror in the host's memory would take it over.
-        masters = [whole[i] if whole else engine.master(slot, i) for i in numbers]
-        for i, master in zip(numbers, masters, strict=True):
-            assert master is not None
-            weight = engine.weight(slot, i)
-            ahead.append((weight, weight.clone()))
-            weight.copy_(master)
-    try:
-        yield
-    finally:
-        for weight, value in ahead:
-            weight.copy_(value)
+def newest_masters(
+    weights: StageWeights, numbers: Sequence[int], *, whole: bool
+) -> list[torch.Tensor]:
+    """The masters of some parameters; for whole ones all replicas call it."""
+    engine = weights.engine
+    of_all = engine.whole_masters(weights.fault) if whole else []
+    masters = [of_all[i] if whole else engine.master(engine.newest_slot, i) for i in numbers]
+    return [master for master in masters if master is not None]
 
 
 def load_versions(
