@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -264,41 +265,63 @@ def test_what_is_kept_has_the_reported_bytes(options: dict[str, Any], in_pass: i
                 assert report.optimizer_state == in_engine + size * numel
 
 
-@pytest.mark.parametrize("options", [*MASTERS, *OF_FUSED], ids=str)
-def test_evaluation_computes_with_what_is_given_and_training_goes_on_ahead(
-    options: dict[str, Any],
-) -> None:
+def test_evaluation_computes_with_what_is_given() -> None:
+    """The masters make plain steps; the next batch reads what is a step ahead of them."""
     batches = SKIPS.batches([2 * M] * NUM_BATCHES)
-    (x,) = batches[0].args
+    _, oracle = by_definition(batches, MAKE["SGD"])
+    with make_pipeline(SKIPS, 2, M, batches[0], precision="bf16") as pipe:
+        opt = pd2.PipelineOptimizer(MAKE["SGD"](pipe.parameters()), staleness=FEEDBACK)
+        go_on(pipe, opt, batches)
+        (x,) = batches[0].args
+        with torch.no_grad():
+            got = pipe(x)
+            for low, master in zip(oracle.low.parameters(), oracle.model.parameters(), strict=True):
+                low.copy_(master)
+            want = oracle.low.eval()(x.to(BFLOAT16))
+        given = pipe.state_dict()
+    assert torch.equal(got, want)
+    for name, master in oracle.model.named_parameters():
+        assert torch.equal(given[name], master)
+    assert any(
+        not torch.equal(master, weight)
+        for master, weight in zip(oracle.model.parameters(), oracle.versions[-1], strict=True)
+    )
+
+
+def trained_with(
+    between: Callable[[pd2.PipelineModule, Batch], None], **options: Any
+) -> Trajectory:
+    """What comes after four batches, and after what is done between these and the others."""
+    batches = SKIPS.batches([2 * M] * NUM_BATCHES)
+    with make_pipeline(SKIPS, 2, M, batches[0], **options) as pipe:
+        opt = pd2.PipelineOptimizer(MAKE["AdamW"](pipe.parameters()), staleness=FEEDBACK)
+        go_on(pipe, opt, batches[:4])
+        with torch.no_grad():
+            between(pipe, batches[0])
+        return go_on(pipe, opt, batches[4:])
+
+
+@pytest.mark.parametrize("options", [*MASTERS, *OF_FUSED], ids=str)
+def test_after_an_evaluation_training_goes_on_ahead(options: dict[str, Any]) -> None:
     dtype = {"bf16": BFLOAT16, "fp16": torch.float16}[options["precision"]]
-    outputs, trajectories = [], []
-    for evaluates in (True, False):
-        with make_pipeline(SKIPS, 2, M, batches[0], **options) as pipe:
-            opt = pd2.PipelineOptimizer(MAKE["AdamW"](pipe.parameters()), staleness=FEEDBACK)
-            go_on(pipe, opt, batches[:4])
-            if evaluates:
-                with torch.no_grad():
-                    outputs.append(pipe(x))
-                    low = SKIPS.model()
-                    low.load_state_dict(pipe.state_dict())
-                    outputs.append(low.to(dtype).eval()(x.to(dtype)))
-            trajectories.append(go_on(pipe, opt, batches[4:]))
-    assert torch.equal(*outputs)
-    assert_same(*trajectories)
+
+    def evaluate(pipe: pd2.PipelineModule, batch: Batch) -> None:
+        (x,) = batch.args
+        low = SKIPS.model()
+        low.load_state_dict(pipe.state_dict())
+        assert torch.equal(pipe(x), low.to(dtype).eval()(x.to(dtype)))
+
+    evaluated = trained_with(evaluate, **options)
+    assert_same(evaluated, trained_with(lambda pipe, batch: None, **options))
 
 
 def test_an_evaluation_that_fails_leaves_the_weights_ahead() -> None:
-    batches = SKIPS.batches([2 * M] * NUM_BATCHES)
-    trajectories = []
-    for fails in (True, False):
-        with make_pipeline(SKIPS, 2, M, batches[0], precision="bf16") as pipe:
-            opt = pd2.PipelineOptimizer(MAKE["SGD"](pipe.parameters()), staleness=FEEDBACK)
-            go_on(pipe, opt, batches[:4])
-            if fails:
-                with pytest.raises(pd2.errors.StageError), torch.no_grad():
-                    pipe.eval_step(*batches[0].args, target="of another kind")
-            trajectories.append(go_on(pipe, opt, batches[4:]))
-    assert_same(*trajectories)
+    def fail(pipe: pd2.PipelineModule, batch: Batch) -> None:
+        with pytest.raises(pd2.errors.StageError):
+            pipe.eval_step(*batch.args, target="of another kind")
+
+    failed = trained_with(fail, precision="bf16")
+    assert_same(failed, trained_with(lambda pipe, batch: None, precision="bf16"))
 
 
 def test_weights_that_are_loaded_are_ahead_of_no_master() -> None:
