@@ -208,7 +208,7 @@ class Remedies:
                 raise ValueError(f"staleness: {number} {what} given, there may be 1: {self._given}")
 
 
-_LITTLE_LATE = 0.375
+LITTLE_LATE = 0.375
 """Where no larger share of the forwards is late, a delay costs little: docs/which_optimizer.md."""
 
 _LOW_BETA1 = 0.95
@@ -225,7 +225,7 @@ def warn_of_delay(
     Beside an optimizer of another kind they are the user's choice.
     """
     schedule, is_measured = session.schedule, session.stages.options.update_slots == "auto"
-    if remedies or session.grid.rank != 0 or is_measured or schedule.late_share <= _LITTLE_LATE:
+    if remedies or session.grid.rank != 0 or is_measured or schedule.late_share <= LITTLE_LATE:
         return
     named = [_costly(optimizer) for optimizer in optimizers]
     if None not in named and any(named):

@@ -15,7 +15,7 @@ import torch
 from ... import _C
 from ...errors import DoesNotFit
 from ...json_document import given_or_loaded
-from ...optimizer.staleness import Remedy
+from ...optimizer.staleness import LITTLE_LATE, Remedy
 from ...progress import progress
 from ...rules import as_dtype, as_name
 from ..profiling.profile import Profile
@@ -65,7 +65,7 @@ def plan(
     width: int | None = None,
     num_stages: int | None = None,
     unequal_replicas: bool = True,
-    max_late_share: float = 0.375,
+    max_late_share: float = LITTLE_LATE,
     calibration: Calibration | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """The best way to train the profiled model on some devices.
