@@ -629,8 +629,13 @@ def draw_all(table: Table, options: argparse.Namespace) -> None:
         if of_each[result.optimizer, result.seed] == len(DRAWN)  # not those that are under way
     ]
     tokens = options.num_batches * options.sizes.rows * options.sizes.context
-    report = {"measure": "held-out loss", "unit": "tokens", "window": tokens / NUM_LOOKS, "at": 1.0}
-    report["results"] = results
+    report = {
+        "measure": "held-out loss",
+        "unit": "tokens",
+        "window": tokens / NUM_LOOKS,
+        "at": 1.0,
+        "results": results,
+    }
     draw(report, options.pictures, f"late_forwards_{options.study}")
 
 

@@ -39,9 +39,6 @@ def microbatch_rows(rows: int, num_microbatches: int) -> list[int]:
     return [base + 1] * extra + [base] * (num_microbatches - extra)
 
 
-_LEAF = pytree.tree_structure(None)
-
-
 def is_array(value: Any) -> bool:
     """Whether a value is an array of NumPy, which need not be installed."""
     numpy = sys.modules.get("numpy")
@@ -98,6 +95,9 @@ def refuse_gradients(named: Sequence[tuple[str, Any]]) -> None:
                 f"{name}: requires_grad is True, a pipeline has gradients of parameters alone. "
                 "Pass the tensor's detach(), or compute the tensor inside the model"
             )
+
+
+_LEAF = pytree.tree_structure(None)
 
 
 @dataclasses.dataclass
