@@ -13,6 +13,9 @@
 namespace pd2 {
 namespace {
 
+// How long devices may go on before what they wait for is aborted.
+constexpr auto kRest = std::chrono::seconds(2);
+
 // How long whoever raises a fault waits for what it aborts.
 constexpr auto kMostOfAborts = std::chrono::seconds(10);
 
@@ -89,19 +92,36 @@ void Fault::raise(Failure failure) {
     raised_ = true;
     aborts = std::exchange(aborts_, {});
   }
+  // What the callbacks need may be held by a thread that waits for the device: then the aborts come
+  // before the callbacks have ended.
+  const auto until = std::chrono::steady_clock::now() + kRest;
+  const auto rested = std::make_shared<std::counting_semaphore<>>(0);
+  for (auto& abort : aborts) {
+    abort = [=, abort = std::move(abort)] {
+      static_cast<void>(rested->try_acquire_until(until));
+      abort();
+    };
+  }
+  const auto num_aborts = static_cast<std::ptrdiff_t>(aborts.size());
   const AtOnce aborting(std::move(aborts));
+  run_all(callbacks_);
+  run_all(rests_, until);
+  rested->release(num_aborts);
+  aborting.wait();
+}
+
+template <typename Call, typename... Args>
+void Fault::run_all(std::map<const void*, Call>& calls, Args... args) {
   std::unique_lock lock(mutex_);
-  while (!callbacks_.empty()) {
-    const auto next = callbacks_.extract(callbacks_.begin());
+  while (!calls.empty()) {
+    const auto next = calls.extract(calls.begin());
     running_ = next.key();
     lock.unlock();
-    next.mapped()();
+    next.mapped()(args...);
     lock.lock();
     running_ = nullptr;
     ended_.notify_all();
   }
-  lock.unlock();
-  aborting.wait();
 }
 
 std::optional<Failure> Fault::failure() const {
@@ -109,20 +129,27 @@ std::optional<Failure> Fault::failure() const {
   return raised_ ? std::optional(failure_) : std::nullopt;
 }
 
-void Fault::on_raise(const void* owner, std::function<void()> end_waiting) {
+void Fault::on_raise(const void* owner, std::function<void()> end_waiting, Rest rest) {
   {
     const std::lock_guard lock(mutex_);
     if (!raised_) {
       callbacks_[owner] = std::move(end_waiting);
+      if (rest) {
+        rests_[owner] = std::move(rest);
+      }
       return;
     }
   }
   end_waiting();
+  if (rest) {
+    rest(std::chrono::steady_clock::now() + kRest);
+  }
 }
 
 void Fault::forget(const void* owner) {
   std::unique_lock lock(mutex_);
   callbacks_.erase(owner);
+  rests_.erase(owner);
   ended_.wait(lock, [&] { return running_ != owner; });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -64,10 +65,15 @@ class Fault {
   std::optional<Failure> failure() const;
   // Runs `end_waiting`, which waits for nothing, when the fault is raised, at once if it has been;
   // until forgotten by `owner`. None of them runs any more when forget() returns.
-  void on_raise(const void* owner, std::function<void()> end_waiting);
+  //
+  // `rest` runs after all of these, and waits for a while until devices have done what they were
+  // given, as what other processes have sent so far still comes. That while may be over by then.
+  using Rest = std::function<void(std::chrono::steady_clock::time_point until)>;
+  void on_raise(const void* owner, std::function<void()> end_waiting, Rest rest = {});
   void forget(const void* owner);
-  // Runs `abort` then, too, in a thread of its own: it may wait for what the others end. It may run
-  // longer than raise(), which waits for a while, and keeps what it uses.
+  // Runs `abort` after that, or when that while is over, in a thread of its own: it may wait for
+  // what the others end. It may run longer than raise(), which waits for a while, and keeps what it
+  // uses.
   void abort_on_raise(std::function<void()> abort);
   void rethrow_if_raised() const;
 
@@ -77,7 +83,12 @@ class Fault {
   std::condition_variable ended_;     // of a callback
   std::atomic<bool> raised_ = false;  // read under other locks, so not under mutex_
   Failure failure_;
+  // Runs what owners gave, one after the other, which is forgotten.
+  template <typename Call, typename... Args>
+  void run_all(std::map<const void*, Call>& calls, Args... args);
+
   std::map<const void*, std::function<void()>> callbacks_;
+  std::map<const void*, Rest> rests_;
   const void* running_ = nullptr;  // whose callback runs now
   std::vector<std::function<void()>> aborts_;
 };

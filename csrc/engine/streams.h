@@ -134,6 +134,14 @@ struct StageStreams {
     }
   }
 
+  // Whether the device has done all that these were given. They are not recorded meanwhile.
+  bool are_done() const { return Fence::of(compute).is_done() && Fence::of(update).is_done(); }
+  void wait() const {
+    for (const MaybeStream& each : {compute, update}) {
+      Fence::of(each).wait();
+    }
+  }
+
   const MaybeStream compute;  // forwards, backwards, sums of gradients
   const c10::Device device;   // with its index
   const MaybeStream update;   // norms and optimizer steps

@@ -50,6 +50,9 @@ class SharedRing {
   // Ends waiting in this process, now and later. May be called from any thread.
   void abort();
 
+  // Whether the process of the other end has. By a thread that may read or write.
+  bool peer_has_ended();
+
   // Bytes of the ring that have been used, and so take up memory.
   std::size_t used_bytes() const { return used_bytes_.load(std::memory_order_relaxed); }
 
@@ -59,7 +62,6 @@ class SharedRing {
   SharedRing(std::unique_ptr<SharedMemory> memory, Timeout timeout);
   bool wait_while(const std::atomic<std::uint32_t>& word, std::uint32_t value,
                   std::atomic<std::uint32_t>& sleeping);
-  bool peer_has_ended();
   std::byte* slot(std::uint32_t index);
   void use(std::uint32_t index, std::size_t bytes);
 

@@ -29,6 +29,7 @@ class Ending:
         self._ended_by: RuntimeError | None = None
         self._pid, self._is_parents = os.getpid(), False
         self._has_weights = True  # which have not been given back to the model
+        self._spoilt: list[int] = []  # stages whose weights mean nothing
         self._in_use = threading.RLock()
         self._stages = stages
         self._control = stages.control
@@ -62,6 +63,13 @@ class Ending:
         One that a failure has ended, or that was closed, still has this process's weights. Shares
         that replicas have were put together before alone.
         """
+        if self._spoilt and self._ended_by is not None:
+            raise reworded(
+                self._ended_by,
+                f"the weights of stages {self._spoilt} cannot be read: a device was still making "
+                "them from what another process was to send. Go on from a checkpoint. What ended "
+                f"it: {self._ended_by}",
+            )
         is_shared = any(stage.weights.engine.is_shared for stage in self._stages)
         if not self._has_weights or (is_shared and not self.has_failed):
             self.check_open()
@@ -125,7 +133,7 @@ class Ending:
             raise
 
     def finish_submitted(self) -> None:
-        """Waits for what needs no later batch, and for the losses that others wait for.
+        """Waits for what needs no later batch, on devices too, and for losses that others wait for.
 
         Raises:
             PeerTimeout: another rank does not answer.
@@ -134,6 +142,7 @@ class Ending:
         deadline = self._control.deadline
         if not self._stages.losses.finish(deadline.patience):
             raise deadline.late("losses came")
+        self._stages.wait_for_devices()
 
     def abort(
         self,
@@ -171,6 +180,7 @@ class Ending:
         for stage in self._stages:
             stage.runner.forget()
         self._stages.stop()
+        self._spoilt = [s.index for s in self._stages if s.executor.is_spoilt(s.index)]
         for stage in self._stages:  # what has been made can still be read
             stage.weights.show_newest()
         for stage in self._stages:  # no update is under way any more

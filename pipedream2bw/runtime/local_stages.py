@@ -341,6 +341,11 @@ class LocalStages:
         if not self.joint_updates.need_later_batches:
             self._finish()
 
+    def wait_for_devices(self) -> None:
+        """Waits until they have done what they were given, for which others may have to send."""
+        for executor in self.executors:
+            executor.wait_for_devices()
+
     def _finish(self) -> None:
         self._wait_for([executor.last_ticket for executor in self.executors])
         for executor in self.executors:

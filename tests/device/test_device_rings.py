@@ -24,6 +24,7 @@ from pipedream2bw.ranks.deadline import Deadline
 from pipedream2bw.ranks.rings import make_device_ring
 from tests.device import checked
 from tests.device.on_device import batch_on, on
+from tests.gpu_check.training import Case, by_definition, sgd
 from tests.runs.launch import run_ranks
 from tests.runs.timed import at_most_three_times
 from tests.runs.trajectory import (
@@ -32,7 +33,6 @@ from tests.runs.trajectory import (
     by_pipeline,
     expected,
     make_pipeline,
-    sgd,
 )
 from tests.samples.models import TASKS
 
@@ -99,6 +99,28 @@ def exchange_without_a_wait(rank: int, world: int) -> None:
 
 def test_each_wait_for_the_other_process_is_needed() -> None:
     run_ranks(exchange_without_a_wait, 2, timeout=60)
+
+
+def leave_at_once(rank: int, world: int) -> None:
+    """Both drop their ends while one of the devices has not done what it was given."""
+    numbers = range(1, 2 * SLOTS + 1)
+    for slow in (0, 1):
+        checked.set_sharing_delay(0.05 if rank == slow else 0.0)
+        end = ring_ends()
+        received = []
+        for number in numbers:
+            if rank == 0:
+                end.send(0, [torch.full([8], number, device=DEVICE)])
+            else:
+                end.expect(0)
+                received.append(end.receive()[0])
+        del end
+        want = [torch.full([8], number).tolist() for number in numbers if rank == 1]
+        assert [tensor.tolist() for tensor in received] == want, f"rank {slow} is slow"
+
+
+def test_ends_that_are_dropped_lose_no_message() -> None:
+    run_ranks(leave_at_once, 2, timeout=60)
 
 
 def again(call: Callable[[], Any]) -> Any:
@@ -263,22 +285,42 @@ def test_ranks_without_local_rank_have_to_choose_their_devices() -> None:
     run_ranks(train_without_local_rank, 2, timeout=60)
 
 
-def fail(rank: int, world: int, how: str) -> float:
-    """How long the survivors need to learn it."""
-    task = TASKS["mlp"]
-    (batch,) = task.batches([8])
-    batch = batch_on(batch, str(DEVICE))
-    pipe = make_pipeline(on(task, str(DEVICE)), world, 4, batch)
+LOST = ("kill", "kill with a device at work", "leave")
+
+
+def fail(rank: int, world: int, how: str, case: Case) -> float:
+    """How long the survivors need to learn it; what they have then is of some version."""
+    task, m = TASKS["mlp"], case.num_microbatches
+    (batch,) = task.batches([2 * m])
+    there = batch_on(batch, str(DEVICE))
+    left = m if how == "kill with a device at work" else -1
+
+    def loss_fn(*args: Any) -> torch.Tensor:
+        nonlocal left
+        left -= trains
+        if left == 0 and trains:  # of the batch's last microbatch: its gradient never comes
+            checked.set_sharing_delay(60.0)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return task.loss_fn(*args)
+
+    trains = False
+    pipe = make_pipeline(
+        dataclasses.replace(on(task, str(DEVICE)), loss_fn=loss_fn),
+        world,
+        m,
+        there,
+        schedule=case.schedule,
+        precision=case.precision,
+    )
     with pipe:
         opt = pd2.PipelineOptimizer(sgd(pipe.parameters()))
         for _ in range(3):
-            pipe.train_step(*batch.args, target=batch.target)
+            pipe.train_step(*there.args, target=there.target)
             opt.step()
+        pipe.flush()
+        trains = True
         dist.barrier()
         start = time.monotonic()
-        if rank == 0 and how == "kill with a device at work":
-            checked.set_sharing_delay(60.0)
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if rank == 1 and how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1 and how == "leave":
@@ -286,26 +328,38 @@ def fail(rank: int, world: int, how: str) -> float:
             return 0.0
         with pytest.raises(StageError):
             for _ in range(20):
-                pipe.train_step(*batch.args, target=batch.target)
+                pipe.train_step(*there.args, target=there.target)
                 opt.step()
             pipe.flush()
-    seconds = time.monotonic() - start
+        seconds = time.monotonic() - start
+        state = {name: tensor.cpu() for name, tensor in pipe.state_dict().items()}
+    versions = [by_definition(task, [batch] * n, case).state for n in range(1, 24)]
+    assert any(all(each[name].equal(state[name]) for name in state) for each in versions)
     assert seconds < 5, seconds
     return seconds
 
 
-@pytest.mark.parametrize("how", ["kill", "kill with a device at work", "leave"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        (2, Case(num_microbatches=4)),
+        (3, Case(num_microbatches=4)),
+        (2, Case(num_microbatches=1, schedule="1f1b")),
+        (2, Case(num_microbatches=2, precision="bf16")),
+    ],
+    ids=str,
+)
 @at_most_three_times
-def test_a_lost_peer_ends_all_waiting(how: str, world: int) -> None:
+def test_a_lost_peer_ends_all_waiting(how: str, world: int, case: Case) -> None:
     results = run_ranks(
         fail,
         world,
-        args=[how],
+        args=[how, case],
         timeout=60,
         rank_environment=True,
         expect_failure=how != "leave",
     )
     for result in results:
-        killed = result.rank == {"kill": 1, "leave": None}.get(how, 0)
+        killed = result.rank == {"kill": 1, "leave": None}.get(how, world - 1)
         assert result.exit_code == (-signal.SIGKILL if killed else 0), str(result)

@@ -103,6 +103,20 @@ def test_nobody_waits_but_for_losses_norms_and_so_as_not_to_run_ahead(
     )
 
 
+def test_to_close_waits_until_the_devices_have_done_what_they_were_given() -> None:
+    task, num_stages = TASKS["mlp"], 2
+    (batch,) = task.batches([2 * M])
+    devices = places(num_stages, 2)
+    pipe = make_pipeline(on(task, HOME), num_stages, M, batch_on(batch, HOME), devices=devices)
+    opt = pd2.PipelineOptimizer(OPTIMIZERS["sgd"](pipe.parameters()))
+    pipe.train_step(*batch.args, target=batch.target)
+    opt.step()
+    pipe.flush()
+    with checked.log() as asked:
+        pipe.close()
+    assert waits(asked)["caller: the host waits"] == 2 * num_stages  # forwards, and updates
+
+
 def test_the_current_device_is_the_one_of_its_number() -> None:
     found = ask(SKIPS, 2, {}, devices=["checked", HOME])
     assert not [each for each in found if "between devices" in each.name]

@@ -51,7 +51,7 @@ inline at::Tensor storage_order(const at::Tensor& dense) {
 // alike.
 using LayoutId = std::int64_t;
 
-// The sending end. One thread sends; abort() may be called from any.
+// The sending end. One thread sends; what aborts and tells of it may be called from any.
 class Sender {
  public:
   virtual ~Sender() = default;
@@ -72,8 +72,12 @@ class Sender {
     is_prepared_ = false;
     transfer(layout, std::move(message));
   }
-  // Ends all waiting, now and later, with ChannelAborted.
+  // Ends all waiting of hosts, now and later, with ChannelAborted.
   virtual void abort() = 0;
+  // After abort(): ends waiting of devices, too, which go on without what they have waited for.
+  virtual void cut_off() {}
+  // Whether one of the two ends was: what has come since may mean nothing.
+  virtual bool is_cut_off() const { return false; }
   // Bytes of buffers for messages under way.
   virtual std::int64_t buffer_bytes() const { return 0; }
 
@@ -85,7 +89,8 @@ class Sender {
   bool is_prepared_ = false;
 };
 
-// The receiving end. One thread receives; expect() and abort() may be called from any.
+// The receiving end. One thread receives; expect(), and what aborts and tells of it, may be called
+// from any.
 class Receiver {
  public:
   virtual ~Receiver() = default;
@@ -99,7 +104,10 @@ class Receiver {
   virtual void prepare() {}
   // The oldest expected message, waiting for it if need be.
   virtual Message receive() = 0;
+  // As the sending end's.
   virtual void abort() = 0;
+  virtual void cut_off() {}
+  virtual bool is_cut_off() const { return false; }
   // Bytes of buffers for messages under way.
   virtual std::int64_t buffer_bytes() const { return 0; }
 };

@@ -80,6 +80,7 @@ struct DeviceRing::Page {
   alignas(64) SharedWord read;            // by the receiver's
   alignas(64) std::atomic<int> receiver;  // its process, 0 before there is one
   std::atomic<int> is_closed;             // by the receiver: it has no memory any more
+  std::atomic<int> is_cut_off;            // by either
   std::uint32_t num_slots;
   std::uint64_t slot_bytes;      // of the first slots
   char notes[256], memory[256];  // addresses
@@ -96,7 +97,8 @@ std::unique_ptr<DeviceRing> DeviceRing::create(c10::Device device, std::uint32_t
   Page* const shared = new (page->data()) Page{};
   shared->num_slots = num_slots;
   write_text(shared->notes, notes->address());
-  std::unique_ptr<DeviceRing> ring(new DeviceRing(device, std::move(page), /*is_sender=*/true));
+  std::unique_ptr<DeviceRing> ring(
+      new DeviceRing(device, std::move(page), /*is_sender=*/true, timeout));
   ring->notes_ = std::move(notes);
   const std::string memory = ring->grow(kFirstSlotBytes);
   if (memory.empty() || !ring->pin_page()) {
@@ -113,7 +115,8 @@ std::unique_ptr<DeviceRing> DeviceRing::open(const std::string& address, c10::De
   if (by_device_type<DeviceMemorySharing>().find(device.type()) == nullptr || !page) {
     return nullptr;
   }
-  std::unique_ptr<DeviceRing> ring(new DeviceRing(device, std::move(page), /*is_sender=*/false));
+  std::unique_ptr<DeviceRing> ring(
+      new DeviceRing(device, std::move(page), /*is_sender=*/false, timeout));
   Page& shared = *ring->page_;
   shared.receiver = number_of_this_process();
   ring->notes_ = SharedRing::open(shared.notes, SharedRing::Timeout(timeout));
@@ -126,9 +129,11 @@ std::unique_ptr<DeviceRing> DeviceRing::open(const std::string& address, c10::De
   return ring;
 }
 
-DeviceRing::DeviceRing(c10::Device device, std::unique_ptr<SharedMemory> page, bool is_sender)
+DeviceRing::DeviceRing(c10::Device device, std::unique_ptr<SharedMemory> page, bool is_sender,
+                       double timeout)
     : sharing_(*by_device_type<DeviceMemorySharing>().find(device.type())),
       is_sender_(is_sender),
+      timeout_(timeout),
       stream_(sharing_.take_stream(device)),
       device_(stream_ ? stream_->device() : device),
       page_memory_(std::move(page)),
@@ -143,12 +148,8 @@ DeviceRing::~DeviceRing() {
   try {
     if (notes_) {
       notes_->abort();
+      leave_stream();
     }
-    const Fence all = Fence::of(stream_);
-    do {  // again, as the other end's device may write over it once more
-      release();
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    } while (!all.is_done());
     sharing_.give_back(stream_);
   } catch (const std::exception&) {  // the device has failed
   }
@@ -157,6 +158,19 @@ DeviceRing::~DeviceRing() {
   } else {
     memory_.clear();
     page_->is_closed = 1;
+  }
+}
+
+void DeviceRing::leave_stream() {
+  const auto end = std::chrono::steady_clock::now() + timeout_;
+  const Fence all = Fence::of(stream_);
+  while (!all.is_done()) {
+    if (is_cut_off()) {
+      release();  // again, as the other end's device may have written over it
+    } else if (notes_->peer_has_ended() || std::chrono::steady_clock::now() > end) {
+      cut_off();
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
 }
 
@@ -220,10 +234,12 @@ void DeviceRing::release() {
   awaited = number_ + kFarAhead;
 }
 
-void DeviceRing::abort() {
-  notes_->abort();
+void DeviceRing::cut_off() {
+  page_->is_cut_off = 1;
   release();
 }
+
+bool DeviceRing::is_cut_off() const { return page_->is_cut_off != 0; }
 
 void DeviceRingSender::lay_out(LayoutId layout, Message& message) {
   const Message* const header = layouts_.lay_out(layout, message);

@@ -11,6 +11,7 @@
 #include <c10/core/Device.h>
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <memory>
@@ -44,7 +45,8 @@ class DeviceRing {
                                           double timeout);
   DeviceRing(const DeviceRing&) = delete;
   DeviceRing& operator=(const DeviceRing&) = delete;
-  // Ends all waiting, and waits until the device has left the memory.
+  // Ends hosts' waiting, and waits until the device has left the memory: also for what the other
+  // end has sent, unless its process has ended or needs longer than hosts wait.
   ~DeviceRing();
 
   const std::string& address() const { return page_memory_->address(); }
@@ -68,18 +70,24 @@ class DeviceRing {
 
   // Whether the stream has done what it was given. May be called from any thread.
   bool is_idle() const { return Fence::of(stream_).is_done(); }
-  // Ends waiting of this end's hosts and streams, now and later. May be called from any thread.
-  void abort();
+  // Ends waiting of this end's hosts, now and later. From any thread, as the next two.
+  void abort() { notes_->abort(); }
+  // Ends waiting of its stream, which goes on with what is in the slots; both ends are told before.
+  void cut_off();
+  bool is_cut_off() const;
 
  private:
-  DeviceRing(c10::Device device, std::unique_ptr<SharedMemory> page, bool is_sender);
+  DeviceRing(c10::Device device, std::unique_ptr<SharedMemory> page, bool is_sender,
+             double timeout);
   bool pin_page();
+  void leave_stream();
   void release();
   // The receiver may still have the memory open: then it is freed later.
   void leave_memory();
 
   const DeviceMemorySharing& sharing_;
   const bool is_sender_;
+  const std::chrono::duration<double> timeout_;
   const MaybeStream stream_;
   const c10::Device device_;  // with its index
   std::shared_ptr<SharedMemory> page_memory_;
@@ -101,6 +109,8 @@ class DeviceRingSender : public Sender {
   const std::string& address() const { return ring_->address(); }
   bool is_idle() const { return ring_->is_idle(); }
   void abort() override { ring_->abort(); }
+  void cut_off() override { ring_->cut_off(); }
+  bool is_cut_off() const override { return ring_->is_cut_off(); }
   std::int64_t buffer_bytes() const override { return ring_->memory_bytes(); }
 
  private:
@@ -123,6 +133,8 @@ class DeviceRingReceiver : public Receiver {
   // In tensors of its own: the slot is free as soon as the device has copied it.
   Message receive() override;
   void abort() override { ring_->abort(); }
+  void cut_off() override { ring_->cut_off(); }
+  bool is_cut_off() const override { return ring_->is_cut_off(); }
 
  private:
   Message copied(const Message& header);

@@ -48,6 +48,15 @@ std::vector<at::Tensor> bytes_of(const std::vector<at::Tensor>& tensors) {
   return bytes;
 }
 
+template <typename Transfers>
+void abort_all(const Transfers& transfers) {
+  for (const auto& transfer : transfers) {
+    for (const Work& work : transfer.works) {
+      work->abort();
+    }
+  }
+}
+
 // Begins the transfer of a message by `begin`, a tensor at a time.
 template <typename Begin>
 std::vector<Work> begin_all(const Peer& peer, std::vector<at::Tensor> bytes, Begin begin) {
@@ -213,13 +222,15 @@ void ProcessGroupSender::abort() {
   }
   const std::lock_guard lock(mutex_);
   aborted_ = true;
-  for (const auto* list : {&sent_headers_, &sent_}) {
-    for (const Unawaited& sent : *list) {
-      for (const Work& work : sent.works) {
-        work->abort();
-      }
-    }
+  abort_all(sent_headers_);
+  if (peer_.device.is_cpu()) {
+    abort_all(sent_);
   }
+}
+
+void ProcessGroupSender::cut_off() {
+  const std::lock_guard lock(mutex_);
+  abort_all(sent_);
 }
 
 ProcessGroupReceiver::ProcessGroupReceiver(Peer peer, std::size_t posted_ahead)
@@ -374,7 +385,11 @@ Message ProcessGroupReceiver::receive() {
     post_ahead();
   }
   for (const Work& work : next.works) {
-    wait(work);
+    if (peer_.device.is_cpu()) {
+      wait(work);
+    } else {  // the stream waits
+      with_peer(timeout_, peer_.rank, [&] { work->wait(); });
+    }
   }
   receive_through_ring(next);
   return std::move(next.message);
@@ -404,14 +419,17 @@ void ProcessGroupReceiver::abort() {
   }
   const std::lock_guard lock(mutex_);
   aborted_ = true;
-  for (const Posted& posted : posted_) {
-    for (const Work& work : posted.works) {
-      work->abort();
-    }
+  if (peer_.device.is_cpu()) {
+    abort_all(posted_);
   }
   for (const Work& work : waiting_) {
     work->abort();
   }
+}
+
+void ProcessGroupReceiver::cut_off() {
+  const std::lock_guard lock(mutex_);
+  abort_all(posted_);
 }
 
 std::int64_t ProcessGroupReceiver::buffer_bytes() const {

@@ -57,6 +57,7 @@ class ProcessGroupSender : public Sender {
   // both wait for each other.
   void connect();
   void abort() override;
+  void cut_off() override;
   // Of messages through the group: what is kept until they have been sent.
   std::int64_t buffer_bytes() const override;
 
@@ -96,6 +97,7 @@ class ProcessGroupReceiver : public Receiver {
   void prepare() override;
   Message receive() override;
   void abort() override;
+  void cut_off() override;
   std::int64_t buffer_bytes() const override;
 
  private:
@@ -123,7 +125,7 @@ class ProcessGroupReceiver : public Receiver {
   mutable std::mutex mutex_;
   std::deque<LayoutId> expected_;  // not posted yet
   std::deque<Posted> posted_;
-  std::vector<Work> waiting_;  // what receive() waits for outside posted_
+  std::vector<Work> waiting_;  // what the host waits for outside posted_
   bool aborted_ = false;
 };
 

@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <future>
+#include <iterator>
 #include <ranges>
 #include <stdexcept>
 #include <typeinfo>
@@ -35,6 +37,31 @@ bool is_of_users_code() {
   } catch (...) {
     return true;
   }
+}
+
+// Asks devices, until then, whether they have done what they were given: in a thread of its own, as
+// it may have to wait for them.
+std::future<bool> ask_devices(const std::vector<std::shared_ptr<DeviceWork>>& works,
+                              std::chrono::steady_clock::time_point until) {
+  std::promise<bool> rests;
+  std::future<bool> answer = rests.get_future();
+  std::thread([works, until, rests = std::move(rests)]() mutable {
+    const auto is_done = [](const auto& work) {
+      // A stream that is recorded is asked nothing.
+      const std::unique_lock not_recording(recording_mutex(), std::try_to_lock);
+      return not_recording.owns_lock() && work->is_done();
+    };
+    bool are_done = false;
+    try {
+      while (!(are_done = std::ranges::all_of(works, is_done)) &&
+             std::chrono::steady_clock::now() < until) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    } catch (const std::exception&) {  // the device has failed, and tells so whoever reads from it
+    }
+    rests.set_value(are_done);
+  }).detach();
+  return answer;
 }
 
 }  // namespace
@@ -71,12 +98,13 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
       most_runs_before_ = std::max(most_runs_before_, runs_before(action.microbatch));
     }
   }
-  fault_->on_raise(this, [this] {
+  const auto end_waiting = [this] {
     abort_channels();
     const std::lock_guard lock(mutex_);
     submitted_.notify_all();
     executed_.notify_all();
-  });
+  };
+  fault_->on_raise(this, end_waiting, [this](auto until) { come_to_rest(until); });
   thread_ = std::thread([this] { setup_.run_thread([this] { loop(); }); });
   // The loop begins by setting its thread's intra-op threads, which also sets the process's
   // default: the caller may set that back once the constructor has returned.
@@ -191,12 +219,17 @@ Executor::Ticket Executor::last_ticket() const {
 }
 
 void Executor::close() {
+  bool is_done = false;
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
+    is_done = last_executed_ == last_ticket_;
   }
   submitted_.notify_all();
   abort_channels();
+  if (!is_done && !fault_->raised()) {  // what others were to send may never come
+    come_to_rest(std::chrono::steady_clock::now());
+  }
   if (thread_.joinable()) {
     thread_.join();
     join_here();
@@ -205,7 +238,52 @@ void Executor::close() {
 
 void Executor::abort_channels() {
   for (const auto& worker : workers_) {
-    worker->abort_channels();
+    worker->wirings().abort();
+  }
+}
+
+void Executor::come_to_rest(std::chrono::steady_clock::time_point until) {
+  if (streams_.empty()) {
+    return;
+  }
+  std::vector<std::shared_ptr<DeviceWork>> works;
+  for (const auto& worker : workers_) {
+    works.push_back(worker->updates().work());
+  }
+  std::future<bool> rests = ask_devices(works, until);
+  while (rests.valid()) {
+    const bool is_answered =
+        rests.wait_for(std::chrono::milliseconds(1)) == std::future_status::ready;
+    std::vector<std::int64_t> done;
+    std::ranges::transform(works, std::back_inserter(done),
+                           [](const auto& work) { return work->num_done(); });
+    // What was done after that may mean nothing.
+    if (is_cut_off() || std::chrono::steady_clock::now() >= until) {
+      break;
+    }
+    for (std::size_t i = 0; i < works.size(); ++i) {
+      works[i]->confirm(done[i]);
+    }
+    if (is_answered && rests.get()) {
+      return;
+    }
+  }
+  for (const auto& work : works) {
+    work->cut_off();
+  }
+  for (const auto& worker : workers_) {  // the other ends of the other channels are to know
+    worker->wirings().cut_off();
+  }
+}
+
+bool Executor::is_cut_off() const {
+  return std::ranges::any_of(workers_,
+                             [](const auto& worker) { return worker->wirings().is_cut_off(); });
+}
+
+void Executor::wait_for_devices() const {
+  for (const StageStreams* each : streams_) {
+    each->wait();
   }
 }
 

@@ -91,6 +91,11 @@ class Executor {
   // tensors may be used, or freed.
   void join_here() const;
 
+  // Waits until the devices have done what they were given.
+  void wait_for_devices() const;
+  // Whether the stage's weights mean nothing since the fault: see DeviceWork.
+  bool is_spoilt(int stage) const { return worker(stage).updates().work()->is_spoilt(); }
+
   // Ends the thread; what has not been executed is dropped.
   void close();
   // After close().
@@ -113,6 +118,9 @@ class Executor {
   void finish_updates();
   void evaluate(const Run& run);
   void abort_channels();
+  // Until `until` at most, after abort_channels(). What still waits for other processes is cut off.
+  void come_to_rest(std::chrono::steady_clock::time_point until);
+  bool is_cut_off() const;
   bool is_empty() const;
   struct Doing {
     int stage = 0;

@@ -65,7 +65,7 @@ class StageWorker {
   // From the submitting thread. Announces the values of the stage's first `num_microbatches`.
   void expect_values(const Run& run, int num_microbatches);
   // From any thread.
-  void abort_channels() const { wirings_.abort(); }
+  const Wirings& wirings() const { return wirings_; }
   // After the thread has ended. Releases the channels and the replicas, and so their connections.
   void drop_connections();
 

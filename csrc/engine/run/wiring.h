@@ -40,9 +40,18 @@ class Wirings {
     const std::lock_guard lock(mutex_);
     return wirings_.at(id);
   }
-  // Ends all waiting on the channels, now and later.
+  // Ends all waiting of hosts on the channels, now and later.
   void abort() const {
     for_each_channel([](auto& channel) { channel.abort(); });
+  }
+  // After abort().
+  void cut_off() const {
+    for_each_channel([](auto& channel) { channel.cut_off(); });
+  }
+  bool is_cut_off() const {
+    bool is_any = false;
+    for_each_channel([&](const auto& channel) { is_any |= channel.is_cut_off(); });
+    return is_any;
   }
   // Releases the channels. No other thread may use a wiring any more.
   void clear() {

@@ -13,6 +13,7 @@ namespace pd2 {
 StageUpdates::StageUpdates(Stage& stage, UpdateCallbacks callbacks)
     : stage_(stage),
       callbacks_(std::move(callbacks)),
+      work_(std::make_shared<DeviceWork>(stage.streams())),
       copies_(stage.streams(), callbacks_.begin_thread, stage.versions().newest()),
       background_(std::make_unique<Background>(callbacks_.begin_thread)) {}
 
@@ -48,6 +49,7 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
   const float loss_scale = scaled == loss_scales_.end() ? 1 : scaled->second;
   loss_scales_.erase(loss_scales_.begin(), loss_scales_.upper_bound(gradients.run));
   settle();
+  begin_work();
   has_begun_ = !is_discarded(gradients.batch);
   if (has_begun_) {
     stage_.begin_update(gradients.batch);
@@ -61,6 +63,7 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
     await(gradients.batch);
     is_made_ = this->apply(gradients, apply, loss_scale);
     stage_.exchange_shares(callbacks_.is_stopped);
+    work_->end_update(Fence::of(stage_.streams().compute));
     if (is_made_) {
       stage_.publish();
       copies_.made(gradients.batch + 1, {Fence::of(stage_.streams().compute)});
@@ -70,6 +73,15 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
     return;
   }
   start(gradients, [=, this] { return this->apply(gradients, apply, loss_scale); });
+}
+
+// Begins no update after the fault: the gradients may have been made of what never came.
+void StageUpdates::begin_work() {
+  work_->begin_update();
+  if (callbacks_.is_stopped()) {
+    work_->drop_update();
+    throw ChannelAborted();
+  }
 }
 
 void StageUpdates::start(const Complete& gradients, std::function<bool()> make) {
@@ -88,14 +100,17 @@ void StageUpdates::start(const Complete& gradients, std::function<bool()> make) 
     } catch (const ChannelAborted&) {
       // Another one's failure, or the end.
     } catch (...) {
+      work_->end_update(Fence::of(stage_.streams().update));
       callbacks_.failed(gradients.run);
     }
+    work_->end_update(Fence::of(stage_.streams().update));
   });
 }
 
 void StageUpdates::exchange_shares() {
   stage_.exchange_shares(callbacks_.is_stopped);
   end_ = Fence::of(stage_.streams().update);
+  work_->end_update(end_);
   if (is_made_) {
     copies_.made(made_next_, {end_});
   }

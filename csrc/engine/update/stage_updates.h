@@ -7,6 +7,7 @@
 #include "engine/update/background.h"
 #include "engine/update/batch_verdicts.h"
 #include "engine/update/clipping.h"
+#include "engine/update/device_work.h"
 #include "engine/update/version_copies.h"
 
 #include <cstdint>
@@ -81,6 +82,8 @@ class StageUpdates {
   // The factor of the losses of the run's microbatches, which read `version`, and so of the run's
   // gradients until its update. All runs of a batch have the scale of the first.
   float scale_losses(std::int64_t run, bool begins_batch, std::int64_t version);
+  // From any thread; others may keep it.
+  const std::shared_ptr<DeviceWork>& work() const { return work_; }
   // Waits for the update under way, which is_stopped() ends; no update begins after that.
   void end();
   // Releases the connections of the norm. After end() of all stages that share it.
@@ -102,6 +105,7 @@ class StageUpdates {
   bool is_good(const Complete& gradients) const;
   void give_word(std::int64_t run);
   void drop(const Complete& gradients) const;
+  void begin_work();
   void exchange_shares();  // by the update under way, after its step
   void wait_for(Background& background) const;
 
@@ -120,6 +124,7 @@ class StageUpdates {
   std::int64_t made_next_ = 0;          // the version that the one under way makes
   Fence end_;                           // of the one under way; once that has ended
   std::map<std::int64_t, Fence> ends_;  // by the version that an update makes, not awaited so far
+  const std::shared_ptr<DeviceWork> work_;
   VersionCopies copies_;
   std::unique_ptr<Background> background_;  // ends first
 };

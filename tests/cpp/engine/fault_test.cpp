@@ -115,6 +115,37 @@ TEST(Fault, AbortsAllAtOnceAsEachMayWaitForTheOthers) {
   EXPECT_EQ(*ended, 3);
 }
 
+TEST(Fault, AbortsWhatDevicesWaitForOnceTheyHadTheTimeToComeToRest) {
+  Fault fault;
+  const int first = 0, second = 0;
+  std::mutex mutex;
+  std::string order;
+  const auto say = [&](const char* what) {
+    const std::lock_guard lock(mutex);
+    order += what;
+  };
+  fault.abort_on_raise([&] { say("abort "); });
+  for (const int* owner : {&first, &second}) {
+    fault.on_raise(
+        owner, [&] { say("end "); }, [&](auto) { say("rest "); });
+  }
+  fault.raise(Failure{});
+  EXPECT_EQ(order, "end end rest rest abort ");
+}
+
+TEST(Fault, AbortsAlsoIfWhatEndsWaitingHasToWaitForThat) {
+  Fault fault;
+  const int owner = 0;
+  std::promise<void> aborted;
+  fault.abort_on_raise([&] { aborted.set_value(); });
+  std::chrono::steady_clock::duration left{1};
+  fault.on_raise(
+      &owner, [&] { aborted.get_future().wait(); },
+      [&](auto until) { left = until - std::chrono::steady_clock::now(); });
+  fault.raise(Failure{});
+  EXPECT_LE(left.count(), 0);  // and the device has gone on without it
+}
+
 TEST(Fault, IsKnownToWhoeverItsCallbacksWakeAndWait) {
   Fault fault;
   const int owner = 0;
@@ -153,7 +184,11 @@ TEST(Fault, RunsWhatComesLateAtOnce) {
   int calls = 0;
   fault.on_raise(&calls, [&] { ++calls; });
   fault.abort_on_raise([&] { ++calls; });
-  EXPECT_EQ(calls, 2);
+  int num_rests = 0;
+  fault.on_raise(
+      &num_rests, [&] { ++calls; }, [&](auto) { ++num_rests; });
+  EXPECT_EQ(calls, 3);
+  EXPECT_EQ(num_rests, 1);
 }
 
 }  // namespace

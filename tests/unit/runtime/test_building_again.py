@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipedream2bw as pd2
+from pipedream2bw import _C
 from tests.runs.building_again import after_each_round, is_flat
 from tests.runs.launch import run_ranks
 
@@ -41,3 +43,15 @@ def test_abort_ends_the_pipeline_and_every_later_call_names_it() -> None:
         [nn.Linear(4, 4), nn.Linear(4, 4)], mse_loss, num_microbatches=2, example_args=(x[:1],)
     ) as again:
         float(again.train_step(x, target=x))
+
+
+def test_weights_that_were_made_of_nothing_cannot_be_read() -> None:
+    x = torch.randn(4, 4)
+    pipe = pd2.PipelineModule(
+        [nn.Linear(4, 4), nn.Linear(4, 4)], mse_loss, num_microbatches=2, example_args=(x[:1],)
+    )
+    # Only what a device was waiting for can have been lost: here it has none.
+    with mock.patch.object(_C.Executor, "is_spoilt", lambda self, stage: stage == 1):
+        pipe.abort()
+    with pytest.raises(pd2.errors.PeerLost, match=r"of stages \[1\] cannot be read: .*checkpoint"):
+        pipe.state_dict()
