@@ -114,7 +114,8 @@ def pipeline(
         timeout=20.0,
         **options,
     ) as pipe:
-        opt = pd2.PipelineOptimizer(adamw_of(device, pipe.parameters()))
+        remedies = pd2.ErrorFeedback() if options.get("schedule") == "2bw_fresh" else ()
+        opt = pd2.PipelineOptimizer(adamw_of(device, pipe.parameters()), staleness=remedies)
 
         def step(tokens: torch.Tensor, target: torch.Tensor) -> pd2.Loss:
             loss = pipe.train_step(tokens, target=target)
@@ -225,6 +226,7 @@ RUNS: tuple[tuple[str, float, Run], ...] = (
     ("threads, d = 1, graphs", LEAST, by_threads(1, graphs="auto")),
     ("threads, d = 2", LEAST, by_threads(2)),
     ("threads, d = 2, graphs", LEAST, by_threads(2, graphs="auto")),
+    ("threads, d = 2, fresh, feedback", LEAST, by_threads(2, schedule="2bw_fresh", graphs="auto")),
     ("two processes, d = 2", LEAST_OF_PROCESSES, by_processes),
     ("torch's 1F1B, d = 2", LEAST_OF_PROCESSES, by_torch),
     ("threads, d = 4", LEAST, by_threads(4, draws=True)),
