@@ -302,7 +302,8 @@ bench: $(STAMPS)/test $(STAMPS)/delays
 	@echo "results: benchmarks/results/*.json"
 
 SMOKED := $(BENCHMARKS) benchmarks/models/survey.py $(PAPER)/reproduce.py $(PAPER)/scale.py \
-    $(STUDY)/study.py $(STUDY)/precision.py $(STUDY)/time_to_loss.py $(STUDY)/late_forwards.py
+    $(STUDY)/study.py $(STUDY)/precision.py $(STUDY)/time_to_loss.py $(STUDY)/late_forwards.py \
+    $(STUDY)/larger.py
 bench-smoke: $(STAMPS)/test $(STAMPS)/delays
 	@echo "== each benchmark at its smallest, a line for each: three minutes"
 	$(BIN)/python -m tests.smoke $(SMOKED)
