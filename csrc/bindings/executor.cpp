@@ -176,7 +176,8 @@ void bind_making(ExecutorClass& executor) {
       .def("join_here", &Executor::join_here)
       .def("wait_for_devices", &Executor::wait_for_devices,
            py::call_guard<py::gil_scoped_release>())
-      .def("is_spoilt", &Executor::is_spoilt, py::arg("stage"))
+      .def("is_spoilt", &Executor::is_spoilt, py::arg("stage"), py::kw_only(),
+           py::arg("has_buffers"))
       .def("drop_connections", &Executor::drop_connections,
            py::call_guard<py::gil_scoped_release>())
       .def("close", &Executor::close, py::call_guard<py::gil_scoped_release>());

@@ -16,6 +16,9 @@ namespace {
 // How long devices may go on before what they wait for is aborted.
 constexpr auto kRest = std::chrono::seconds(2);
 
+// And how long those may take then that tell other processes.
+constexpr auto kTelling = std::chrono::milliseconds(100);
+
 // How long whoever raises a fault waits for what it aborts.
 constexpr auto kMostOfAborts = std::chrono::seconds(10);
 
@@ -98,7 +101,7 @@ void Fault::raise(Failure failure) {
   const auto rested = std::make_shared<std::counting_semaphore<>>(0);
   for (auto& abort : aborts) {
     abort = [=, abort = std::move(abort)] {
-      static_cast<void>(rested->try_acquire_until(until));
+      static_cast<void>(rested->try_acquire_until(until + kTelling));
       abort();
     };
   }
@@ -106,6 +109,11 @@ void Fault::raise(Failure failure) {
   const AtOnce aborting(std::move(aborts));
   run_all(callbacks_);
   run_all(rests_, until);
+  {
+    const std::lock_guard lock(mutex_);
+    has_rested_ = true;
+    ended_.notify_all();
+  }
   rested->release(num_aborts);
   aborting.wait();
 }
@@ -151,6 +159,11 @@ void Fault::forget(const void* owner) {
   callbacks_.erase(owner);
   rests_.erase(owner);
   ended_.wait(lock, [&] { return running_ != owner; });
+}
+
+void Fault::wait_for_rest() {
+  std::unique_lock lock(mutex_);
+  ended_.wait(lock, [&] { return !raised_ || has_rested_; });
 }
 
 void Fault::abort_on_raise(std::function<void()> abort) {

@@ -71,6 +71,8 @@ class Fault {
   using Rest = std::function<void(std::chrono::steady_clock::time_point until)>;
   void on_raise(const void* owner, std::function<void()> end_waiting, Rest rest = {});
   void forget(const void* owner);
+  // Returns when no such `rest` runs or is still to run.
+  void wait_for_rest();
   // Runs `abort` after that, or when that while is over, in a thread of its own: it may wait for
   // what the others end. It may run longer than raise(), which waits for a while, and keeps what it
   // uses.
@@ -90,6 +92,7 @@ class Fault {
   std::map<const void*, std::function<void()>> callbacks_;
   std::map<const void*, Rest> rests_;
   const void* running_ = nullptr;  // whose callback runs now
+  bool has_rested_ = false;
   std::vector<std::function<void()>> aborts_;
 };
 

@@ -134,8 +134,7 @@ struct StageStreams {
     }
   }
 
-  // Whether the device has done all that these were given. They are not recorded meanwhile.
-  bool are_done() const { return Fence::of(compute).is_done() && Fence::of(update).is_done(); }
+  // Until the device has done what forwards, backwards and updates are.
   void wait() const {
     for (const MaybeStream& each : {compute, update}) {
       Fence::of(each).wait();

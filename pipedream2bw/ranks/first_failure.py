@@ -72,5 +72,6 @@ class FirstFailure:
                     break
                 elif self._store.check([self._key]):
                     self._first = self._store.get(self._key).decode()
+                    self._known.set()  # before devices are given time to come to rest
                     self._fault.raise_(from_document(self._first))
         self._known.set()

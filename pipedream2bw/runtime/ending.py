@@ -61,7 +61,8 @@ class Ending:
         """Raises as :meth:`check_open` does, of a closed pipeline that cannot be read any more.
 
         One that a failure has ended, or that was closed, still has this process's weights. Shares
-        that replicas have were put together before alone.
+        that replicas have were put together before alone. What a device was still making when
+        another process was lost cannot be read: it raises the failure, too.
         """
         if self._spoilt and self._ended_by is not None:
             raise reworded(
@@ -180,7 +181,11 @@ class Ending:
         for stage in self._stages:
             stage.runner.forget()
         self._stages.stop()
-        self._spoilt = [s.index for s in self._stages if s.executor.is_spoilt(s.index)]
+        self._spoilt = [
+            stage.index
+            for stage in self._stages
+            if stage.executor.is_spoilt(stage.index, has_buffers=bool(stage.weights.buffer_names))
+        ]
         for stage in self._stages:  # what has been made can still be read
             stage.weights.show_newest()
         for stage in self._stages:  # no update is under way any more

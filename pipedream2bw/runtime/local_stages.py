@@ -342,9 +342,18 @@ class LocalStages:
             self._finish()
 
     def wait_for_devices(self) -> None:
-        """Waits until they have done what they were given, for which others may have to send."""
-        for executor in self.executors:
-            executor.wait_for_devices()
+        """Waits until they have done what they were given, for which others may have to send.
+
+        Raises:
+            PeerTimeout: they have not in time.
+        """
+
+        def wait() -> None:
+            for executor in self.executors:
+                executor.wait_for_devices()
+
+        if any(map(is_apart_from_host, self.options.devices)):
+            self.control.deadline.wait("devices finished", wait)
 
     def _finish(self) -> None:
         self._wait_for([executor.last_ticket for executor in self.executors])

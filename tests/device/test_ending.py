@@ -120,9 +120,15 @@ def one_fails(rank: int, device: str, schedule: str, how: str, victim: int) -> d
         kind, text = type(error).__name__, str(error)
     raised = time.time()
     pipe.close()
+    try:
+        pipe.state_dict()
+        unread = ""
+    except pd2.errors.StageError as error:
+        unread = str(error)
     return {
         "kind": kind,
         "text": text,
+        "unread": unread,
         "failed": failing.get("at"),
         "raised": raised,
         "closed": time.time(),
@@ -164,6 +170,7 @@ def test_whatever_ends_a_rank_ends_all(schedule: str) -> None:
         case, victim = tellings[0]["case"], tellings[0]["victim"]
         failed = tellings[victim]["failed"]
         assert failed is not None, tellings[0]
+        assert tellings[victim]["unread"] == "", case  # no update here waited for another rank
         check(case, [told for rank, told in enumerate(tellings) if rank != victim], failed)
 
 

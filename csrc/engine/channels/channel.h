@@ -74,9 +74,12 @@ class Sender {
   }
   // Ends all waiting of hosts, now and later, with ChannelAborted.
   virtual void abort() = 0;
-  // After abort(): ends waiting of devices, too, which go on without what they have waited for.
+  // After abort(), between processes' devices: ends waiting of devices, too, which go on without
+  // what they have waited for. The other end is told before, so that it counts on nothing that
+  // comes after. False: there are no such devices.
+  virtual bool tell_cut_off() { return false; }
   virtual void cut_off() {}
-  // Whether one of the two ends was: what has come since may mean nothing.
+  // Whether one of the two ends has told.
   virtual bool is_cut_off() const { return false; }
   // Bytes of buffers for messages under way.
   virtual std::int64_t buffer_bytes() const { return 0; }
@@ -106,6 +109,7 @@ class Receiver {
   virtual Message receive() = 0;
   // As the sending end's.
   virtual void abort() = 0;
+  virtual bool tell_cut_off() { return false; }
   virtual void cut_off() {}
   virtual bool is_cut_off() const { return false; }
   // Bytes of buffers for messages under way.

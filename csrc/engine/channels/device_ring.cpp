@@ -168,7 +168,7 @@ void DeviceRing::leave_stream() {
     if (is_cut_off()) {
       release();  // again, as the other end's device may have written over it
     } else if (notes_->peer_has_ended() || std::chrono::steady_clock::now() > end) {
-      cut_off();
+      tell_cut_off();
     }
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
@@ -234,10 +234,9 @@ void DeviceRing::release() {
   awaited = number_ + kFarAhead;
 }
 
-void DeviceRing::cut_off() {
-  page_->is_cut_off = 1;
-  release();
-}
+void DeviceRing::tell_cut_off() { page_->is_cut_off = 1; }
+
+void DeviceRing::cut_off() { release(); }
 
 bool DeviceRing::is_cut_off() const { return page_->is_cut_off != 0; }
 

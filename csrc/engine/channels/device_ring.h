@@ -70,9 +70,10 @@ class DeviceRing {
 
   // Whether the stream has done what it was given. May be called from any thread.
   bool is_idle() const { return Fence::of(stream_).is_done(); }
-  // Ends waiting of this end's hosts, now and later. From any thread, as the next two.
+  // Ends waiting of this end's hosts, now and later. From any thread, as the next three.
   void abort() { notes_->abort(); }
-  // Ends waiting of its stream, which goes on with what is in the slots; both ends are told before.
+  void tell_cut_off();
+  // Ends waiting of its stream, which goes on with what is in the slots.
   void cut_off();
   bool is_cut_off() const;
 
@@ -109,6 +110,10 @@ class DeviceRingSender : public Sender {
   const std::string& address() const { return ring_->address(); }
   bool is_idle() const { return ring_->is_idle(); }
   void abort() override { ring_->abort(); }
+  bool tell_cut_off() override {
+    ring_->tell_cut_off();
+    return true;
+  }
   void cut_off() override { ring_->cut_off(); }
   bool is_cut_off() const override { return ring_->is_cut_off(); }
   std::int64_t buffer_bytes() const override { return ring_->memory_bytes(); }
@@ -133,6 +138,10 @@ class DeviceRingReceiver : public Receiver {
   // In tensors of its own: the slot is free as soon as the device has copied it.
   Message receive() override;
   void abort() override { ring_->abort(); }
+  bool tell_cut_off() override {
+    ring_->tell_cut_off();
+    return true;
+  }
   void cut_off() override { ring_->cut_off(); }
   bool is_cut_off() const override { return ring_->is_cut_off(); }
 

@@ -57,6 +57,7 @@ class ProcessGroupSender : public Sender {
   // both wait for each other.
   void connect();
   void abort() override;
+  bool tell_cut_off() override { return !peer_.device.is_cpu(); }
   void cut_off() override;
   // Of messages through the group: what is kept until they have been sent.
   std::int64_t buffer_bytes() const override;
@@ -97,6 +98,7 @@ class ProcessGroupReceiver : public Receiver {
   void prepare() override;
   Message receive() override;
   void abort() override;
+  bool tell_cut_off() override { return !peer_.device.is_cpu(); }
   void cut_off() override;
   std::int64_t buffer_bytes() const override;
 

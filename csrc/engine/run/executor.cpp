@@ -12,6 +12,7 @@
 #include <iterator>
 #include <ranges>
 #include <stdexcept>
+#include <system_error>
 #include <typeinfo>
 #include <utility>
 
@@ -39,13 +40,22 @@ bool is_of_users_code() {
   }
 }
 
+// False as well if nobody was asked.
+bool says_yes(std::future<bool>& answer) {
+  try {
+    return answer.get();
+  } catch (const std::future_error&) {
+    return false;
+  }
+}
+
 // Asks devices, until then, whether they have done what they were given: in a thread of its own, as
 // it may have to wait for them.
 std::future<bool> ask_devices(const std::vector<std::shared_ptr<DeviceWork>>& works,
                               std::chrono::steady_clock::time_point until) {
   std::promise<bool> rests;
   std::future<bool> answer = rests.get_future();
-  std::thread([works, until, rests = std::move(rests)]() mutable {
+  const auto ask = [works, until](std::promise<bool> rests) {
     const auto is_done = [](const auto& work) {
       // A stream that is recorded is asked nothing.
       const std::unique_lock not_recording(recording_mutex(), std::try_to_lock);
@@ -60,7 +70,11 @@ std::future<bool> ask_devices(const std::vector<std::shared_ptr<DeviceWork>>& wo
     } catch (const std::exception&) {  // the device has failed, and tells so whoever reads from it
     }
     rests.set_value(are_done);
-  }).detach();
+  };
+  try {
+    std::thread(ask, std::move(rests)).detach();
+  } catch (const std::system_error&) {  // no more threads: the promise, left alone, is an answer
+  }
   return answer;
 }
 
@@ -230,6 +244,7 @@ void Executor::close() {
   if (!is_done && !fault_->raised()) {  // what others were to send may never come
     come_to_rest(std::chrono::steady_clock::now());
   }
+  fault_->wait_for_rest();  // before the channels go that tell what came
   if (thread_.joinable()) {
     thread_.join();
     join_here();
@@ -264,14 +279,18 @@ void Executor::come_to_rest(std::chrono::steady_clock::time_point until) {
     for (std::size_t i = 0; i < works.size(); ++i) {
       works[i]->confirm(done[i]);
     }
-    if (is_answered && rests.get()) {
+    if (is_answered && says_yes(rests)) {
       return;
     }
   }
-  for (const auto& work : works) {
-    work->cut_off();
+  bool is_any = false;                   // in one process devices wait for none but each other
+  for (const auto& worker : workers_) {  // before any device goes on
+    is_any |= worker->wirings().tell_cut_off();
   }
-  for (const auto& worker : workers_) {  // the other ends of the other channels are to know
+  for (std::size_t i = 0; is_any && i < works.size(); ++i) {
+    works[i]->cut_off();
+  }
+  for (const auto& worker : workers_) {
     worker->wirings().cut_off();
   }
 }
@@ -285,6 +304,11 @@ void Executor::wait_for_devices() const {
   for (const StageStreams* each : streams_) {
     each->wait();
   }
+}
+
+bool Executor::is_spoilt(int stage, bool has_buffers) const {
+  const DeviceWork& work = *worker(stage).updates().work();
+  return work.is_spoilt() || (has_buffers && work.is_cut_off());
 }
 
 bool Executor::is_empty() const {

@@ -93,8 +93,9 @@ class Executor {
 
   // Waits until the devices have done what they were given.
   void wait_for_devices() const;
-  // Whether the stage's weights mean nothing since the fault: see DeviceWork.
-  bool is_spoilt(int stage) const { return worker(stage).updates().work()->is_spoilt(); }
+  // Whether the stage's weights, or buffers that its forwards write to, mean nothing since the
+  // fault. After close().
+  bool is_spoilt(int stage, bool has_buffers) const;
 
   // Ends the thread; what has not been executed is dropped.
   void close();

@@ -44,7 +44,12 @@ class Wirings {
   void abort() const {
     for_each_channel([](auto& channel) { channel.abort(); });
   }
-  // After abort().
+  // After abort(): see Sender.
+  bool tell_cut_off() const {
+    bool is_any = false;
+    for_each_channel([&](auto& channel) { is_any |= channel.tell_cut_off(); });
+    return is_any;
+  }
   void cut_off() const {
     for_each_channel([](auto& channel) { channel.cut_off(); });
   }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <utility>
 
@@ -22,14 +23,19 @@ class DeviceWork {
     is_under_way_ = true;
     ++num_updates_;
   }
-  // Instead of end_update(): nothing was given.
+  // Instead of end_update(): it changes nothing.
   void drop_update() {
     const std::lock_guard lock(mutex_);
     is_under_way_ = false;
     --num_updates_;
   }
-  // The device has been given all of it.
-  void end_update(Fence given) {
+  // The stream has been given all of it. Of a device that has failed whoever reads from it learns.
+  void end_update(const MaybeStream& stream) noexcept {
+    Fence given;
+    try {
+      given = Fence::of(stream);
+    } catch (const std::exception&) {
+    }
     const std::lock_guard lock(mutex_);
     is_under_way_ = false;
     updated_ = std::move(given);
@@ -50,23 +56,27 @@ class DeviceWork {
   }
   std::int64_t num_done() const { return num_done_; }
   // So many first updates were made of what there should be.
-  void confirm(std::int64_t number) { num_right_ = number; }
-  // From now on the device goes on without what it waited for. The weights mean nothing unless all
-  // updates were confirmed.
-  void cut_off() {
+  void confirm(std::int64_t number) {
     const std::lock_guard lock(mutex_);
-    is_spoilt_ = num_right_ != num_updates_;
+    num_right_ = number;
   }
-  bool is_spoilt() const { return is_spoilt_; }
+  // From now on the device goes on without what it waited for.
+  void cut_off() { is_cut_off_ = true; }
+  bool is_cut_off() const { return is_cut_off_; }
+  // Whether the weights mean nothing: an update had begun that was not confirmed.
+  bool is_spoilt() const {
+    const std::lock_guard lock(mutex_);
+    return is_cut_off_ && num_right_ != num_updates_;
+  }
 
  private:
   const MaybeStream compute_, update_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   bool is_under_way_ = false;
-  std::int64_t num_updates_ = 0;
+  std::int64_t num_updates_ = 0, num_right_ = 0;
   Fence updated_;
-  std::atomic<std::int64_t> num_done_ = 0, num_right_ = 0;
-  std::atomic<bool> is_spoilt_ = false;
+  std::atomic<std::int64_t> num_done_ = 0;
+  std::atomic<bool> is_cut_off_ = false;
 };
 
 }  // namespace pd2

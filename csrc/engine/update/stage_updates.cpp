@@ -4,6 +4,7 @@
 #include "engine/channels/channel.h"
 
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/util/ScopeExit.h>
 
 #include <chrono>
 #include <iterator>
@@ -60,10 +61,11 @@ void StageUpdates::begin(const Complete& gradients, const Apply& apply) {
   // other stages, those of this rank must come to theirs meanwhile, and receives be posted.
   const bool waits = clipping_ || are_joint() || (verdicts_ && !is_alone_);
   if (!stage_.slots().has_slack() && !waits && has_begun_) {
+    const auto ended =
+        c10::make_scope_exit([this] { work_->end_update(stage_.streams().compute); });
     await(gradients.batch);
     is_made_ = this->apply(gradients, apply, loss_scale);
     stage_.exchange_shares(callbacks_.is_stopped);
-    work_->end_update(Fence::of(stage_.streams().compute));
     if (is_made_) {
       stage_.publish();
       copies_.made(gradients.batch + 1, {Fence::of(stage_.streams().compute)});
@@ -93,6 +95,8 @@ void StageUpdates::start(const Complete& gradients, std::function<bool()> make) 
     const OnStream guard(stage_.streams().update);
     complete.hold_back(stage_.streams().update);
     try {
+      const auto ended =
+          c10::make_scope_exit([this] { work_->end_update(stage_.streams().update); });
       is_made_ = make();
       if (!stage_.gradients().exchanges_in_order()) {
         exchange_shares();
@@ -100,17 +104,14 @@ void StageUpdates::start(const Complete& gradients, std::function<bool()> make) 
     } catch (const ChannelAborted&) {
       // Another one's failure, or the end.
     } catch (...) {
-      work_->end_update(Fence::of(stage_.streams().update));
       callbacks_.failed(gradients.run);
     }
-    work_->end_update(Fence::of(stage_.streams().update));
   });
 }
 
 void StageUpdates::exchange_shares() {
   stage_.exchange_shares(callbacks_.is_stopped);
   end_ = Fence::of(stage_.streams().update);
-  work_->end_update(end_);
   if (is_made_) {
     copies_.made(made_next_, {end_});
   }
@@ -131,6 +132,8 @@ void StageUpdates::finish() {
   wait_for(*background_);
   is_under_way_ = false;
   if (stage_.gradients().exchanges_in_order()) {
+    begin_work();
+    const auto ended = c10::make_scope_exit([this] { work_->end_update(stage_.streams().update); });
     const OnStream guard(stage_.streams().update);
     exchange_shares();
   }

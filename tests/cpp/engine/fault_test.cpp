@@ -12,6 +12,7 @@
 #include <future>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -144,6 +145,27 @@ TEST(Fault, AbortsAlsoIfWhatEndsWaitingHasToWaitForThat) {
       [&](auto until) { left = until - std::chrono::steady_clock::now(); });
   fault.raise(Failure{});
   EXPECT_LE(left.count(), 0);  // and the device has gone on without it
+}
+
+TEST(Fault, LetsOthersWaitUntilDevicesHadTheTimeToComeToRest) {
+  Fault fault;
+  fault.wait_for_rest();  // there is nothing to wait for
+  const int owner = 0;
+  std::promise<void> rests, goes_on;
+  std::atomic<bool> has_ended = false;
+  fault.on_raise(
+      &owner, [] {},
+      [&](auto) {
+        rests.set_value();
+        goes_on.get_future().wait();
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        has_ended = true;
+      });
+  auto raising = std::async(std::launch::async, [&] { fault.raise(Failure{}); });
+  rests.get_future().wait();
+  goes_on.set_value();
+  fault.wait_for_rest();
+  EXPECT_TRUE(has_ended);
 }
 
 TEST(Fault, IsKnownToWhoeverItsCallbacksWakeAndWait) {

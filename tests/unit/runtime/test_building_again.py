@@ -51,7 +51,7 @@ def test_weights_that_were_made_of_nothing_cannot_be_read() -> None:
         [nn.Linear(4, 4), nn.Linear(4, 4)], mse_loss, num_microbatches=2, example_args=(x[:1],)
     )
     # Only what a device was waiting for can have been lost: here it has none.
-    with mock.patch.object(_C.Executor, "is_spoilt", lambda self, stage: stage == 1):
+    with mock.patch.object(_C.Executor, "is_spoilt", lambda self, stage, **_: stage == 1):
         pipe.abort()
     with pytest.raises(pd2.errors.PeerLost, match=r"of stages \[1\] cannot be read: .*checkpoint"):
         pipe.state_dict()

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
+
 namespace pd2 {
 namespace {
 
@@ -19,7 +21,7 @@ TEST(DeviceWork, IsDoneOnceTheUpdateIs) {
   EXPECT_TRUE(work.is_done());
   work.begin_update();
   EXPECT_FALSE(work.is_done());
-  work.end_update(Fence());
+  work.end_update(std::nullopt);
   EXPECT_TRUE(work.is_done());
   work.begin_update();
   work.drop_update();
@@ -30,9 +32,12 @@ TEST(DeviceWork, IsSpoiltIfAnUpdateWasNotConfirmedWhenItWasCutOff) {
   const StageStreams streams(c10::Device(c10::kCPU));
   DeviceWork done(streams);
   done.begin_update();
-  done.end_update(Fence());
+  done.end_update(std::nullopt);
   note(done);
   done.cut_off();
+  EXPECT_FALSE(done.is_spoilt());
+  done.begin_update();
+  done.drop_update();  // as the pipeline has failed
   EXPECT_FALSE(done.is_spoilt());
 
   DeviceWork under_way(streams);
@@ -44,7 +49,7 @@ TEST(DeviceWork, IsSpoiltIfAnUpdateWasNotConfirmedWhenItWasCutOff) {
   DeviceWork late(streams);  // done after the last confirmation: of what, nobody knows
   late.begin_update();
   note(late);
-  late.end_update(Fence());
+  late.end_update(std::nullopt);
   late.is_done();
   late.cut_off();
   EXPECT_TRUE(late.is_spoilt());
