@@ -19,9 +19,15 @@ bool has_f16c() {
 }
 #endif
 
+InstructionSet best_supported() {
+  for (InstructionSet candidate : {InstructionSet::kAvx512, InstructionSet::kAvx2}) {
+    if (is_supported(candidate)) return candidate;
+  }
+  return InstructionSet::kPortable;
+}
+
 std::atomic<InstructionSet>& chosen() {
-  static std::atomic<InstructionSet> value{
-      is_supported(InstructionSet::kAvx2) ? InstructionSet::kAvx2 : InstructionSet::kPortable};
+  static std::atomic<InstructionSet> value{best_supported()};
   return value;
 }
 
@@ -29,9 +35,11 @@ std::atomic<InstructionSet>& chosen() {
 
 bool is_supported(InstructionSet instruction_set) {
 #if defined(__x86_64__)
-  if (instruction_set == InstructionSet::kAvx2) {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+  if (instruction_set == InstructionSet::kAvx2) return avx2;
+  if (instruction_set == InstructionSet::kAvx512) {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq");
   }
 #endif
   return instruction_set == InstructionSet::kPortable;
@@ -48,7 +56,14 @@ void set_instruction_set(InstructionSet instruction_set) {
 
 const AllPasses& current_passes() {
 #if defined(__x86_64__)
-  if (instruction_set() == InstructionSet::kAvx2) return avx2_passes();
+  switch (instruction_set()) {
+    case InstructionSet::kAvx512:
+      return avx512_passes();
+    case InstructionSet::kAvx2:
+      return avx2_passes();
+    case InstructionSet::kPortable:
+      break;
+  }
 #endif
   return portable_passes();
 }

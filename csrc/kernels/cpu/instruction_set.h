@@ -4,8 +4,7 @@
 
 namespace pd2::kernels {
 
-// AVX-512 was no faster where memory decides, and up to a tenth slower in the caches.
-enum class InstructionSet { kPortable, kAvx2 };
+enum class InstructionSet { kPortable, kAvx2, kAvx512 };
 
 bool is_supported(InstructionSet instruction_set);
 

@@ -35,6 +35,7 @@ struct AllPasses : Passes<PlainWeights<float>>,
 const AllPasses& portable_passes();
 #if defined(__x86_64__)
 const AllPasses& avx2_passes();
+const AllPasses& avx512_passes();
 #endif
 const AllPasses& current_passes();  // of instruction_set()
 

@@ -264,7 +264,8 @@ class FeedbackPass : public ::testing::TestWithParam<InstructionSet> {
 };
 
 INSTANTIATE_TEST_SUITE_P(EveryInstructionSet, FeedbackPass,
-                         ::testing::Values(InstructionSet::kPortable, InstructionSet::kAvx2));
+                         ::testing::Values(InstructionSet::kPortable, InstructionSet::kAvx2,
+                                           InstructionSet::kAvx512));
 
 TEST_P(FeedbackPass, IsAPlainStepAndTheDefinition) { check_every_kind(/*on_grid=*/false); }
 

@@ -154,7 +154,8 @@ class MixedPrecision : public ::testing::TestWithParam<InstructionSet> {
 };
 
 INSTANTIATE_TEST_SUITE_P(EveryInstructionSet, MixedPrecision,
-                         ::testing::Values(InstructionSet::kPortable, InstructionSet::kAvx2));
+                         ::testing::Values(InstructionSet::kPortable, InstructionSet::kAvx2,
+                                           InstructionSet::kAvx512));
 
 const std::vector<std::size_t> kLengths{0, 1, 3, 8, 16, 31, 32, 33, 64, 77, 130, 70'003};
 

@@ -231,11 +231,20 @@ class OptimizerPass : public ::testing::TestWithParam<InstructionSet> {
 };
 
 std::string name_of(const ::testing::TestParamInfo<InstructionSet>& info) {
-  return info.param == InstructionSet::kAvx2 ? "Avx2" : "Portable";
+  switch (info.param) {
+    case InstructionSet::kPortable:
+      return "Portable";
+    case InstructionSet::kAvx2:
+      return "Avx2";
+    case InstructionSet::kAvx512:
+      return "Avx512";
+  }
+  return "Unknown";
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryInstructionSet, OptimizerPass,
-                         ::testing::Values(InstructionSet::kPortable, InstructionSet::kAvx2),
+                         ::testing::Values(InstructionSet::kPortable, InstructionSet::kAvx2,
+                                           InstructionSet::kAvx512),
                          name_of);
 
 template <typename T>
@@ -331,7 +340,9 @@ TEST_P(OptimizerPass, CarriesInfinitiesAndNaNsThrough) {
 TEST(InstructionSet, IsTheBestThatTheMachineHas) {
   EXPECT_TRUE(is_supported(InstructionSet::kPortable));
   EXPECT_TRUE(is_supported(instruction_set()));
-  EXPECT_EQ(instruction_set() == InstructionSet::kAvx2, is_supported(InstructionSet::kAvx2));
+  for (InstructionSet better : {InstructionSet::kAvx2, InstructionSet::kAvx512}) {
+    EXPECT_TRUE(!is_supported(better) || instruction_set() >= better);
+  }
 }
 
 }  // namespace
