@@ -1,5 +1,6 @@
 #include "engine/fault.h"
 
+#include "engine/at_once.h"
 #include "transport/peer_error.h"
 
 #include <c10/util/Exception.h>
@@ -7,8 +8,6 @@
 #include <chrono>
 #include <memory>
 #include <semaphore>
-#include <system_error>
-#include <thread>
 
 namespace pd2 {
 namespace {
@@ -18,44 +17,6 @@ constexpr auto kRest = std::chrono::seconds(2);
 
 // And how long those may take then that tell other processes.
 constexpr auto kTelling = std::chrono::milliseconds(100);
-
-// How long whoever raises a fault waits for what it aborts.
-constexpr auto kMostOfAborts = std::chrono::seconds(10);
-
-// Calls that have begun, each in a thread of its own, which may outlive this.
-class AtOnce {
- public:
-  explicit AtOnce(std::vector<std::function<void()>> calls) : num_calls_(calls.size()) {
-    for (const auto& call : calls) {
-      try {
-        std::thread([call = call, ended = ended_]() mutable {
-          call();
-          call = nullptr;
-          ended->release();
-        }).detach();
-      } catch (const std::system_error&) {  // the process may have no more threads
-        left_.push_back(call);
-      }
-    }
-  }
-
-  // Until all have ended, or for a moment. Makes those for which there was no thread.
-  void wait() const {
-    for (const auto& call : left_) {
-      call();
-      ended_->release();
-    }
-    const auto deadline = std::chrono::steady_clock::now() + kMostOfAborts;
-    for (std::size_t i = 0; i < num_calls_ && ended_->try_acquire_until(deadline); ++i) {
-    }
-  }
-
- private:
-  const std::size_t num_calls_;
-  std::vector<std::function<void()>> left_;
-  const std::shared_ptr<std::counting_semaphore<>> ended_ =
-      std::make_shared<std::counting_semaphore<>>(0);
-};
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 #include "engine/run/executor.h"
 
 #include "core/check.h"
+#include "engine/run/rest.h"
 #include "engine/this_thread.h"
 #include "transport/peer_error.h"
 
@@ -8,11 +9,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <future>
-#include <iterator>
 #include <ranges>
 #include <stdexcept>
-#include <system_error>
 #include <typeinfo>
 #include <utility>
 
@@ -38,44 +36,6 @@ bool is_of_users_code() {
   } catch (...) {
     return true;
   }
-}
-
-// False as well if nobody was asked.
-bool says_yes(std::future<bool>& answer) {
-  try {
-    return answer.get();
-  } catch (const std::future_error&) {
-    return false;
-  }
-}
-
-// Asks devices, until then, whether they have done what they were given: in a thread of its own, as
-// it may have to wait for them.
-std::future<bool> ask_devices(const std::vector<std::shared_ptr<DeviceWork>>& works,
-                              std::chrono::steady_clock::time_point until) {
-  std::promise<bool> rests;
-  std::future<bool> answer = rests.get_future();
-  const auto ask = [works, until](std::promise<bool> rests) {
-    const auto is_done = [](const auto& work) {
-      // A stream that is recorded is asked nothing.
-      const std::unique_lock not_recording(recording_mutex(), std::try_to_lock);
-      return not_recording.owns_lock() && work->is_done();
-    };
-    bool are_done = false;
-    try {
-      while (!(are_done = std::ranges::all_of(works, is_done)) &&
-             std::chrono::steady_clock::now() < until) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
-    } catch (const std::exception&) {  // the device has failed, and tells so whoever reads from it
-    }
-    rests.set_value(are_done);
-  };
-  try {
-    std::thread(ask, std::move(rests)).detach();
-  } catch (const std::system_error&) {  // no more threads: the promise, left alone, is an answer
-  }
-  return answer;
 }
 
 }  // namespace
@@ -118,7 +78,7 @@ Executor::Executor(ExecutorSetup setup, std::shared_ptr<Fault> fault)
     submitted_.notify_all();
     executed_.notify_all();
   };
-  fault_->on_raise(this, end_waiting, [this](auto until) { come_to_rest(until); });
+  fault_->on_raise(this, end_waiting, [this](auto until) { come_to_rest(workers_, until); });
   thread_ = std::thread([this] { setup_.run_thread([this] { loop(); }); });
   // The loop begins by setting its thread's intra-op threads, which also sets the process's
   // default: the caller may set that back once the constructor has returned.
@@ -242,7 +202,7 @@ void Executor::close() {
   submitted_.notify_all();
   abort_channels();
   if (!is_done && !fault_->raised()) {  // what others were to send may never come
-    come_to_rest(std::chrono::steady_clock::now());
+    come_to_rest(workers_, std::chrono::steady_clock::now());
   }
   fault_->wait_for_rest();  // before the channels go that tell what came
   if (thread_.joinable()) {
@@ -255,49 +215,6 @@ void Executor::abort_channels() {
   for (const auto& worker : workers_) {
     worker->wirings().abort();
   }
-}
-
-void Executor::come_to_rest(std::chrono::steady_clock::time_point until) {
-  if (streams_.empty()) {
-    return;
-  }
-  std::vector<std::shared_ptr<DeviceWork>> works;
-  for (const auto& worker : workers_) {
-    works.push_back(worker->updates().work());
-  }
-  std::future<bool> rests = ask_devices(works, until);
-  while (rests.valid()) {
-    const bool is_answered =
-        rests.wait_for(std::chrono::milliseconds(1)) == std::future_status::ready;
-    std::vector<std::int64_t> done;
-    std::ranges::transform(works, std::back_inserter(done),
-                           [](const auto& work) { return work->num_done(); });
-    // What was done after that may mean nothing.
-    if (is_cut_off() || std::chrono::steady_clock::now() >= until) {
-      break;
-    }
-    for (std::size_t i = 0; i < works.size(); ++i) {
-      works[i]->confirm(done[i]);
-    }
-    if (is_answered && says_yes(rests)) {
-      return;
-    }
-  }
-  bool is_any = false;                   // in one process devices wait for none but each other
-  for (const auto& worker : workers_) {  // before any device goes on
-    is_any |= worker->wirings().tell_cut_off();
-  }
-  for (std::size_t i = 0; is_any && i < works.size(); ++i) {
-    works[i]->cut_off();
-  }
-  for (const auto& worker : workers_) {
-    worker->wirings().cut_off();
-  }
-}
-
-bool Executor::is_cut_off() const {
-  return std::ranges::any_of(workers_,
-                             [](const auto& worker) { return worker->wirings().is_cut_off(); });
 }
 
 void Executor::wait_for_devices() const {

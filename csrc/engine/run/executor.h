@@ -119,9 +119,6 @@ class Executor {
   void finish_updates();
   void evaluate(const Run& run);
   void abort_channels();
-  // Until `until` at most, after abort_channels(). What still waits for other processes is cut off.
-  void come_to_rest(std::chrono::steady_clock::time_point until);
-  bool is_cut_off() const;
   bool is_empty() const;
   struct Doing {
     int stage = 0;
