@@ -26,7 +26,7 @@ MAY_INCLUDE = {
     "transport": (),
     "engine": ("core", "transport"),
     "engine/channels": ("engine",),
-    "engine/weights": ("engine", "kernels/grid"),
+    "engine/weights": ("engine", "kernels/cpu", "kernels/grid"),
     "engine/gradients": ("engine/weights", "engine/channels"),
     "engine/stage": ("engine/gradients",),
     "engine/update": ("engine/stage",),
