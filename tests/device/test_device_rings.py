@@ -297,8 +297,9 @@ def fail(rank: int, world: int, how: str, case: Case) -> float:
 
     def loss_fn(*args: Any) -> torch.Tensor:
         nonlocal left
-        left -= trains
-        if left == 0 and trains:  # of the batch's last microbatch: its gradient never comes
+        if trains:
+            left -= 1
+        if left == 0:  # of the batch's last microbatch: its gradient never comes
             checked.set_sharing_delay(60.0)
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return task.loss_fn(*args)

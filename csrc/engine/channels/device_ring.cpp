@@ -166,7 +166,7 @@ void DeviceRing::leave_stream() {
   const Fence all = Fence::of(stream_);
   while (!all.is_done()) {
     if (is_cut_off()) {
-      release();  // again, as the other end's device may have written over it
+      cut_off();  // again, as the other end's device may have written over it
     } else if (notes_->peer_has_ended() || std::chrono::steady_clock::now() > end) {
       tell_cut_off();
     }
@@ -229,14 +229,15 @@ void DeviceRing::copy(std::byte* to, const std::byte* from, std::size_t bytes) c
   sharing_.copy(to, from, bytes, stream_);
 }
 
-void DeviceRing::release() {
+void DeviceRing::cut_off() {
   SharedWord& awaited = is_sender_ ? page_->read : page_->written;
   awaited = number_ + kFarAhead;
 }
 
-void DeviceRing::tell_cut_off() { page_->is_cut_off = 1; }
-
-void DeviceRing::cut_off() { release(); }
+bool DeviceRing::tell_cut_off() {
+  page_->is_cut_off = 1;
+  return true;
+}
 
 bool DeviceRing::is_cut_off() const { return page_->is_cut_off != 0; }
 

@@ -72,7 +72,7 @@ class DeviceRing {
   bool is_idle() const { return Fence::of(stream_).is_done(); }
   // Ends waiting of this end's hosts, now and later. From any thread, as the next three.
   void abort() { notes_->abort(); }
-  void tell_cut_off();
+  bool tell_cut_off();  // true
   // Ends waiting of its stream, which goes on with what is in the slots.
   void cut_off();
   bool is_cut_off() const;
@@ -82,7 +82,6 @@ class DeviceRing {
              double timeout);
   bool pin_page();
   void leave_stream();
-  void release();
   // The receiver may still have the memory open: then it is freed later.
   void leave_memory();
 
@@ -110,10 +109,7 @@ class DeviceRingSender : public Sender {
   const std::string& address() const { return ring_->address(); }
   bool is_idle() const { return ring_->is_idle(); }
   void abort() override { ring_->abort(); }
-  bool tell_cut_off() override {
-    ring_->tell_cut_off();
-    return true;
-  }
+  bool tell_cut_off() override { return ring_->tell_cut_off(); }
   void cut_off() override { ring_->cut_off(); }
   bool is_cut_off() const override { return ring_->is_cut_off(); }
   std::int64_t buffer_bytes() const override { return ring_->memory_bytes(); }
@@ -138,10 +134,7 @@ class DeviceRingReceiver : public Receiver {
   // In tensors of its own: the slot is free as soon as the device has copied it.
   Message receive() override;
   void abort() override { ring_->abort(); }
-  bool tell_cut_off() override {
-    ring_->tell_cut_off();
-    return true;
-  }
+  bool tell_cut_off() override { return ring_->tell_cut_off(); }
   void cut_off() override { ring_->cut_off(); }
   bool is_cut_off() const override { return ring_->is_cut_off(); }
 

@@ -147,25 +147,30 @@ TEST(Fault, AbortsAlsoIfWhatEndsWaitingHasToWaitForThat) {
   EXPECT_LE(left.count(), 0);  // and the device has gone on without it
 }
 
+// Runs until it is let go on, and a little longer.
+struct SlowCall {
+  void run() {
+    runs.set_value();
+    goes_on.get_future().wait();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    has_ended = true;
+  }
+  std::promise<void> runs, goes_on;
+  std::atomic<bool> has_ended = false;
+};
+
 TEST(Fault, LetsOthersWaitUntilDevicesHadTheTimeToComeToRest) {
   Fault fault;
   fault.wait_for_rest();  // there is nothing to wait for
   const int owner = 0;
-  std::promise<void> rests, goes_on;
-  std::atomic<bool> has_ended = false;
+  SlowCall rest;
   fault.on_raise(
-      &owner, [] {},
-      [&](auto) {
-        rests.set_value();
-        goes_on.get_future().wait();
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        has_ended = true;
-      });
+      &owner, [] {}, [&](auto) { rest.run(); });
   auto raising = std::async(std::launch::async, [&] { fault.raise(Failure{}); });
-  rests.get_future().wait();
-  goes_on.set_value();
+  rest.runs.get_future().wait();
+  rest.goes_on.set_value();
   fault.wait_for_rest();
-  EXPECT_TRUE(has_ended);
+  EXPECT_TRUE(rest.has_ended);
 }
 
 TEST(Fault, IsKnownToWhoeverItsCallbacksWakeAndWait) {
@@ -183,21 +188,15 @@ TEST(Fault, IsKnownToWhoeverItsCallbacksWakeAndWait) {
 TEST(Fault, ForgetsACallbackThatRunsOnlyWhenItHasEnded) {
   Fault fault;
   const int owner = 0, other = 0;
-  std::promise<void> runs, goes_on;
-  std::atomic<bool> has_ended = false;
-  fault.on_raise(&owner, [&] {
-    runs.set_value();
-    goes_on.get_future().wait();
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    has_ended = true;
-  });
+  SlowCall call;
+  fault.on_raise(&owner, [&] { call.run(); });
   auto raising = std::async(std::launch::async, [&] { fault.raise(Failure{}); });
-  runs.get_future().wait();
+  call.runs.get_future().wait();
   fault.forget(&other);  // has nothing to wait for
-  EXPECT_FALSE(has_ended);
-  goes_on.set_value();
+  EXPECT_FALSE(call.has_ended);
+  call.goes_on.set_value();
   fault.forget(&owner);
-  EXPECT_TRUE(has_ended);
+  EXPECT_TRUE(call.has_ended);
 }
 
 TEST(Fault, RunsWhatComesLateAtOnce) {
