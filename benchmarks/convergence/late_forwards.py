@@ -30,7 +30,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,15 @@ class StockAdamW(torch.optim.AdamW):
     """Which the pipeline does not fuse, so that both compute the same bits."""
 
 
-def adamw(beta1: float, task: Task, named: Named, lr: float) -> list[torch.optim.Optimizer]:
+def adamw(
+    beta1: float,
+    task: Task,
+    named: Named,
+    lr: float,
+    kind: type[torch.optim.AdamW] = StockAdamW,
+) -> list[torch.optim.Optimizer]:
     parameters = [p for _, p in named]
-    return [StockAdamW(parameters, lr=lr, betas=(beta1, BETA2), weight_decay=WEIGHT_DECAY)]
+    return [kind(parameters, lr=lr, betas=(beta1, BETA2), weight_decay=WEIGHT_DECAY)]
 
 
 def nadamw(task: Task, named: Named, lr: float) -> list[torch.optim.Optimizer]:
@@ -67,12 +73,14 @@ def nadamw(task: Task, named: Named, lr: float) -> list[torch.optim.Optimizer]:
     return [torch.optim.NAdam([p for _, p in named], lr=lr, betas=(0.98, BETA2), **options)]
 
 
-def muon(task: Task, named: Named, lr: float) -> list[torch.optim.Optimizer]:
+def muon(
+    task: Task, named: Named, lr: float, kind: type[torch.optim.AdamW] = StockAdamW
+) -> list[torch.optim.Optimizer]:
     """For the inner matrices; its steps have the size of AdamW's: one learning rate for both."""
     inner = {name: p for name, p in named if p.dim() == 2 and task.is_inner(name)}
     options: dict[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
     first = torch.optim.Muon(inner.values(), lr=lr, weight_decay=WEIGHT_DECAY, **options)
-    return [first, *adamw(0.9, task, [(n, p) for n, p in named if n not in inner], lr)]
+    return [first, *adamw(0.9, task, [(n, p) for n, p in named if n not in inner], lr, kind)]
 
 
 def soap(
@@ -290,13 +298,17 @@ def shape(done: float) -> float:
 def train(wanted: Wanted) -> Result:
     """Trains from weights and on batches that the seed alone decides."""
     torch.set_num_threads(1)
+    way = by_pipeline if wanted.way == PIPELINE else by_emulation
+    return train_on(task_of(wanted.sizes), wanted, way)
+
+
+def train_on(task: Task, wanted: Wanted, way: Callable[..., Any]) -> Result:
+    """As :func:`train`, the task by a way: :func:`by_pipeline` or another one like it."""
     began = time.process_time()
     torch.manual_seed(wanted.seed)
-    task = task_of(wanted.sizes)
     model, batches = task.build(), task.batches(wanted.seed)
     looks = {round((i + 1) * wanted.num_batches / NUM_LOOKS) for i in range(NUM_LOOKS)}
     losses: list[float] = []
-    way = by_pipeline if wanted.way == PIPELINE else by_emulation
     with way(wanted, task, model) as (step, opts, trained):
         schedulers = [
             torch.optim.lr_scheduler.LambdaLR(opt, lambda t: shape(t / wanted.num_batches))
@@ -333,7 +345,7 @@ def digest(model: nn.Module) -> str:
     """Of the weights' bits."""
     found = hashlib.sha256()
     for value in model.state_dict().values():
-        found.update(value.numpy().tobytes())
+        found.update(value.cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 
@@ -368,7 +380,14 @@ def by_emulation(wanted: Wanted, task: Task, model: nn.Module) -> Training:
 
 
 @contextlib.contextmanager
-def by_pipeline(wanted: Wanted, task: Task, model: nn.Module) -> Training:
+def by_pipeline(
+    wanted: Wanted,
+    task: Task,
+    model: nn.Module,
+    optimizers: Mapping[str, Make] = OPTIMIZERS,
+    **options: Any,
+) -> Training:
+    """``options``: of the pipeline, beside those of the method."""
     warnings.filterwarnings("ignore", message=".*its gradients are late")
     method = wanted.method
     with pd2.PipelineModule(
@@ -379,8 +398,9 @@ def by_pipeline(wanted: Wanted, task: Task, model: nn.Module) -> Training:
         schedule=method.schedule,
         warmup_batches=method.warmup_batches,
         example_args=(example_of(wanted, task),),
+        **options,
     ) as pipe:
-        make = OPTIMIZERS[wanted.optimizer]
+        make = optimizers[wanted.optimizer]
         wrapped = make(task, list(pipe.named_parameters()), wanted.learning_rate)
         staleness = pd2.ErrorFeedback(method.coefficient) if method.feedback else ()
         opt = pd2.PipelineOptimizer(*wrapped, staleness=staleness)
