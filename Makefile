@@ -338,7 +338,7 @@ matrix:
 study: $(STAMPS)/test $(STAMPS)/extension
 	$(BIN)/python $(STUDY)/study.py --json $(STUDY)/results.json --pictures $(STUDY)
 	$(BIN)/python $(STUDY)/precision.py --json $(STUDY)/precision.json --pictures $(STUDY)
-	for study in short remedies long; do $(BIN)/python $(STUDY)/late_forwards.py $$study --jobs 2 \
+	for study in short seeds remedies long; do $(BIN)/python $(STUDY)/late_forwards.py $$study --jobs 2 \
 	    --json $(STUDY)/late_forwards_$$study.json --pictures $(STUDY) || exit 1; done
 	$(BIN)/python $(STUDY)/time_to_loss.py --json $(STUDY)/time_to_loss.json \
 	    --picture $(STUDY)/time_to_loss.png

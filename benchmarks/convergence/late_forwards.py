@@ -1,17 +1,18 @@
 """What late forwards cost in loss, by optimizer, schedule and remedy: a small GPT over bytes.
 
-    python benchmarks/convergence/late_forwards.py {short,remedies,long,sample} [--only NAME]
+    python benchmarks/convergence/late_forwards.py {short,seeds,remedies,long,sample} [--only NAME]
         [--passes N] [--jobs 1] [--kept PATH] [--json PATH] [--pictures FOLDER] [--smoke]
 
 Runs of one optimizer have the same batches and the same first weights, which the seed decides.
 ``short`` has 400 batches at rates of a ladder of factor 2: the best one without a delay, and half
-and twice that. ``long`` has 20 tokens per parameter, at the rate that is best without a delay.
-``remedies`` tries other coefficients, a warm-up and newer preconditioners where ``short`` falls
-short. ``sample`` trains some of the runs by the pipeline itself, and by both ways of the emulation.
+and twice that. ``seeds`` makes the runs of m = 4d with three times the seeds. ``long`` has 20
+tokens per parameter, at the rate that is best without a delay. ``remedies`` tries other
+coefficients, a warm-up and newer preconditioners where ``short`` falls short. ``sample`` trains
+some of the runs by the pipeline itself, and by both ways of the emulation.
 
 What a run gave is a line of ``--kept``, written when it ends. A study that was cut off goes on
-where it was. On one core ``short`` takes seven hours, ``long`` seven, ``remedies`` one and
-``sample`` five minutes. The first two passes of ``long``, a seed each, take two and a half hours.
+where it was. On one core ``short`` takes seven hours, ``long`` seven, ``seeds`` and ``remedies``
+one each and ``sample`` five minutes.
 """
 
 from __future__ import annotations
@@ -195,6 +196,7 @@ STUDIES = {
             Pass(DECISIVE + REST, methods((1,)), (0.5, 2.0)),
         ],
     ),
+    "seeds": Study(400, LADDER[1:], (100, 101, 102), [Pass(DECISIVE, methods((4,)), num_seeds=9)]),
     "remedies": Study(
         400,
         LADDER[1:],
