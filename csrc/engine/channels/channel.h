@@ -51,10 +51,26 @@ inline at::Tensor storage_order(const at::Tensor& dense) {
 // alike.
 using LayoutId = std::int64_t;
 
-// The sending end. One thread sends; what aborts and tells of it may be called from any.
-class Sender {
+// What both ends have. Any thread may call it.
+class ChannelEnd {
  public:
-  virtual ~Sender() = default;
+  virtual ~ChannelEnd() = default;
+  // Ends all waiting of hosts, now and later, with ChannelAborted.
+  virtual void abort() = 0;
+  // After abort(), between processes' devices: ends waiting of devices, too, which go on without
+  // what they have waited for. The other end is told before, so that it counts on nothing that
+  // comes after. False: there are no such devices.
+  virtual bool tell_cut_off() { return false; }
+  virtual void cut_off() {}
+  // Whether one of the two ends has told.
+  virtual bool is_cut_off() const { return false; }
+  // Bytes of buffers for messages under way.
+  virtual std::int64_t buffer_bytes() const { return 0; }
+};
+
+// The sending end. One thread sends.
+class Sender : public virtual ChannelEnd {
+ public:
   // Does all for the message that send() gets next that takes memory, or that the receiver may have
   // to wait for before it can send something itself: the header of a new layout. send() does it
   // otherwise. Of a message that is void only `requires_grad` counts: whether its gradients will
@@ -72,17 +88,6 @@ class Sender {
     is_prepared_ = false;
     transfer(layout, std::move(message));
   }
-  // Ends all waiting of hosts, now and later, with ChannelAborted.
-  virtual void abort() = 0;
-  // After abort(), between processes' devices: ends waiting of devices, too, which go on without
-  // what they have waited for. The other end is told before, so that it counts on nothing that
-  // comes after. False: there are no such devices.
-  virtual bool tell_cut_off() { return false; }
-  virtual void cut_off() {}
-  // Whether one of the two ends has told.
-  virtual bool is_cut_off() const { return false; }
-  // Bytes of buffers for messages under way.
-  virtual std::int64_t buffer_bytes() const { return 0; }
 
  private:
   virtual void lay_out(LayoutId, Message&) {}
@@ -92,11 +97,9 @@ class Sender {
   bool is_prepared_ = false;
 };
 
-// The receiving end. One thread receives; expect(), and what aborts and tells of it, may be called
-// from any.
-class Receiver {
+// The receiving end. One thread receives; any may call expect().
+class Receiver : public virtual ChannelEnd {
  public:
-  virtual ~Receiver() = default;
   // Announces the next message, in order; its transfer may begin at once.
   virtual void expect(LayoutId layout) = 0;
   // These two are for channels that begin no transfer by themselves before receive(); others do
@@ -107,13 +110,6 @@ class Receiver {
   virtual void prepare() {}
   // The oldest expected message, waiting for it if need be.
   virtual Message receive() = 0;
-  // As the sending end's.
-  virtual void abort() = 0;
-  virtual bool tell_cut_off() { return false; }
-  virtual void cut_off() {}
-  virtual bool is_cut_off() const { return false; }
-  // Bytes of buffers for messages under way.
-  virtual std::int64_t buffer_bytes() const { return 0; }
 };
 
 // No failure: something else ended the pipeline.

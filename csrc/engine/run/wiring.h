@@ -42,20 +42,20 @@ class Wirings {
   }
   // Ends all waiting of hosts on the channels, now and later.
   void abort() const {
-    for_each_channel([](auto& channel) { channel.abort(); });
+    for_each_end([](ChannelEnd& end) { end.abort(); });
   }
-  // After abort(): see Sender.
+  // After abort(): see ChannelEnd.
   bool tell_cut_off() const {
     bool is_any = false;
-    for_each_channel([&](auto& channel) { is_any |= channel.tell_cut_off(); });
+    for_each_end([&](ChannelEnd& end) { is_any |= end.tell_cut_off(); });
     return is_any;
   }
   void cut_off() const {
-    for_each_channel([](auto& channel) { channel.cut_off(); });
+    for_each_end([](ChannelEnd& end) { end.cut_off(); });
   }
   bool is_cut_off() const {
     bool is_any = false;
-    for_each_channel([&](const auto& channel) { is_any |= channel.is_cut_off(); });
+    for_each_end([&](const ChannelEnd& end) { is_any |= end.is_cut_off(); });
     return is_any;
   }
   // Releases the channels. No other thread may use a wiring any more.
@@ -65,15 +65,15 @@ class Wirings {
   }
   // Bytes of the channels' buffers, each channel counted once.
   std::int64_t buffer_bytes() const {
-    std::map<const void*, std::int64_t> bytes;
-    for_each_channel([&](auto& channel) { bytes[&channel] = channel.buffer_bytes(); });
+    std::map<const ChannelEnd*, std::int64_t> bytes;
+    for_each_end([&](const ChannelEnd& end) { bytes[&end] = end.buffer_bytes(); });
     const auto values = std::views::values(bytes);
     return std::accumulate(values.begin(), values.end(), std::int64_t{0});
   }
 
  private:
   template <typename Use>
-  void for_each_channel(Use use) const {
+  void for_each_end(Use use) const {
     const std::lock_guard lock(mutex_);
     for (const auto& [id, wiring] : wirings_) {
       for (const auto* edges : {&wiring.inbound, &wiring.outbound}) {
