@@ -8,7 +8,7 @@ for its stage's rows of a batch: one forward and one backward a batch, at any de
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -155,14 +155,16 @@ def late_forwards(
     schedule: str,
     num_stages: int,
     num_microbatches: int,
+    late: Sequence[int] = (),
 ) -> dict[str, int]:
     """How many of a batch's forwards are late for each parameter, as the product splits the model.
 
     Args:
         model: which becomes the pipeline's. Where it is split depends on what it and the loss cost.
         example: a batch as the pipeline is given.
+        late: of each stage; by default as many as under the schedule.
     """
-    late = pd2.make_schedule(schedule, num_stages, num_microbatches).late_forwards
+    late = late or pd2.make_schedule(schedule, num_stages, num_microbatches).late_forwards
     names = [name for name, _ in model.named_parameters()]
     if len(set(late)) == 1:  # the stages do not matter
         return dict.fromkeys(names, late[0])

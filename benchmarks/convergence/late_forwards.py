@@ -7,12 +7,12 @@ Runs of one optimizer have the same batches and the same first weights, which th
 ``short`` has 400 batches at rates of a ladder of factor 2: the best one without a delay, and half
 and twice that. ``seeds`` makes the runs of m = 4d with three times the seeds. ``long`` has 20
 tokens per parameter, at the rate that is best without a delay. ``remedies`` tries other
-coefficients, a warm-up and newer preconditioners where ``short`` falls short. ``sample`` trains
-some of the runs by the pipeline itself, and by both ways of the emulation.
+coefficients, a warm-up, newer preconditioners and other stages' forwards late where ``short`` falls
+short. ``sample`` trains some of the runs by the pipeline itself, and by both ways of the emulation.
 
 What a run gave is a line of ``--kept``, written when it ends. A study that was cut off goes on
 where it was. On one core ``short`` takes seven hours, ``long`` seven, ``seeds`` and ``remedies``
-one each and ``sample`` five minutes.
+an hour each and ``sample`` five minutes.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class Method:
     feedback: bool = False
     coefficient: float = 1.0
     warmup_batches: int = 0
+    late: tuple[int, ...] = ()
+    """How many forwards of a batch are late on each stage, if not as many as under the schedule."""
 
     @property
     def name(self) -> str:
@@ -126,6 +128,7 @@ class Method:
             + (", error feedback" if self.feedback else "")
             + (f", c = {self.coefficient:g}" if self.coefficient != 1 else "")
             + (f", after {self.warmup_batches} batches" if self.warmup_batches else "")
+            + (f", late: {' '.join(map(str, self.late))}" if self.late else "")
         )
 
 
@@ -153,6 +156,12 @@ def remedies() -> list[Method]:
         SYNCHRONOUS,
         *(dataclasses.replace(each, **with_) for each in plain for with_ in changes),
     ]
+
+
+def orders() -> list[Method]:
+    """Late forwards on one stage alone, and on the stages in the order opposite to a pipeline's."""
+    alone = [tuple(4 * (stage == i) for stage in range(4)) for i in range(4)]
+    return [SYNCHRONOUS, *(Method("2bw_fresh", 4, 4, late=late) for late in [*alone, (1, 2, 3, 4)])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +213,7 @@ STUDIES = {
         [
             Pass(("SOAP", "NAdamW, beta1 0.98", "AdamW, beta1 0.9"), remedies(), num_seeds=2),
             Pass(("SOAP, newest",), methods((2,)), num_seeds=2),
+            Pass(("SOAP", "Muon"), orders()),
         ],
     ),
     "long": Study(
@@ -262,7 +272,7 @@ class Wanted:
     def key(self) -> str:
         """All that decides the run's losses. Options of later versions are named if given."""
         decides = {**dataclasses.asdict(self), "torch": torch.__version__}
-        for name in ("coefficient", "warmup_batches"):
+        for name in ("coefficient", "warmup_batches", "late"):
             if decides["method"][name] == getattr(Method, name):
                 del decides["method"][name]
         return json.dumps(decides)
@@ -365,7 +375,7 @@ def by_emulation(wanted: Wanted, task: Task, model: nn.Module) -> Training:
     emulated = Emulated(
         model,
         task.loss_fn,
-        late_forwards(spare, task.loss_fn, example, method.schedule, *sizes),
+        late_forwards(spare, task.loss_fn, example, method.schedule, *sizes, method.late),
         method.num_microbatches,
         feedback=method.coefficient if method.feedback else 0.0,
         warmup_batches=method.warmup_batches,
