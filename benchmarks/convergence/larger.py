@@ -3,9 +3,9 @@
     python benchmarks/convergence/larger.py [--only NAME ...] [--batches 2000] [--seeds 1]
         [--jobs 1] [--kept PATH] [--json PATH] [--smoke]
 
-A GPT of 6.6M parameters trains on the Python sources of the machine, 131M bytes of them: 20 for
-each parameter. It has four stages, 16 microbatches of 4,096 bytes, bfloat16 with float32 masters,
-warm-up and cosine decay. Runs of one seed have the same first weights and the same batches. What a
+A GPT of 6.6M parameters trains on 131M bytes, 20 for each parameter, that are drawn from the
+machine's Python sources. It has four stages, 16 microbatches of 4,096 bytes, bfloat16 with float32
+masters, warm-up and cosine decay. Runs of one seed have the same first weights and batches. What a
 run gave is a line of ``--kept``, written when it ends; a run that is kept is not made again.
 """
 
@@ -50,6 +50,7 @@ OPTIMIZERS = {  # AdamW by the pipeline's fused pass
     "AdamW, beta1 0.9": functools.partial(adamw, 0.9, kind=torch.optim.AdamW),
     "Muon": functools.partial(muon, kind=torch.optim.AdamW),
 }
+# Lower than the smaller model's, as is usual; not tuned.
 RATES = {"AdamW, beta1 0.9": 0.002, "Muon": 0.004}
 METHODS = (
     Method("1f1b", D, M),

@@ -5,14 +5,14 @@
 
 Runs of one optimizer have the same batches and the same first weights, which the seed decides.
 ``short`` has 400 batches at rates of a ladder of factor 2: the best one without a delay, and half
-and twice that. ``seeds`` makes the runs of m = 4d with three times the seeds. ``long`` has 20
-tokens per parameter, at the rate that is best without a delay. ``remedies`` tries other
-coefficients, a warm-up, newer preconditioners and other stages' forwards late where ``short`` falls
-short. ``sample`` trains some of the runs by the pipeline itself, and by both ways of the emulation.
+and twice that. ``seeds`` tells with more seeds how AdamW ends with m = 4d, and what coefficient
+``ErrorFeedback`` should have. ``remedies`` tries other coefficients, a warm-up, newer
+preconditioners and other stages' forwards late where ``short`` falls short. ``long`` has 20 tokens
+per parameter, at the rate that is best without a delay. ``sample`` trains some of the runs by the
+pipeline itself, and by both ways of the emulation.
 
 What a run gave is a line of ``--kept``, written when it ends. A study that was cut off goes on
-where it was. On one core ``short`` takes seven hours, ``long`` seven, ``seeds`` and ``remedies``
-an hour each and ``sample`` five minutes.
+where it was. README.md beside this has the studies' times.
 """
 
 from __future__ import annotations
@@ -158,6 +158,15 @@ def remedies() -> list[Method]:
     ]
 
 
+def coefficients() -> list[Method]:
+    """Of error feedback where most of each batch is late, and where less is."""
+    tried = [(4, 1.0), (4, 1.5), (4, 2.0), (8, 1.5)]
+    return [
+        SYNCHRONOUS,
+        *(Method("2bw_fresh", 4, m, feedback=True, coefficient=c) for m, c in tried),
+    ]
+
+
 def orders() -> list[Method]:
     """Late forwards on one stage alone, and on the stages in the order opposite to a pipeline's."""
     alone = [tuple(4 * (stage == i) for stage in range(4)) for i in range(4)]
@@ -205,7 +214,15 @@ STUDIES = {
             Pass(DECISIVE + REST, methods((1,)), (0.5, 2.0)),
         ],
     ),
-    "seeds": Study(400, LADDER[1:], (100, 101, 102), [Pass(DECISIVE, methods((4,)), num_seeds=9)]),
+    "seeds": Study(
+        400,
+        LADDER[1:],
+        (100, 101, 102),
+        [
+            Pass(DECISIVE[:1], methods((4,)), num_seeds=9),
+            Pass((*DECISIVE, "SOAP"), coefficients(), num_seeds=6),
+        ],
+    ),
     "remedies": Study(
         400,
         LADDER[1:],
@@ -214,6 +231,10 @@ STUDIES = {
             Pass(("SOAP", "NAdamW, beta1 0.98", "AdamW, beta1 0.9"), remedies(), num_seeds=2),
             Pass(("SOAP, newest",), methods((2,)), num_seeds=2),
             Pass(("SOAP", "Muon"), orders()),
+            Pass(("Muon",), remedies(), num_seeds=2),
+            Pass(
+                ("SOAP, newest",), [m for m in methods((1,)) if m.num_stages in (1, 4)], num_seeds=2
+            ),
         ],
     ),
     "long": Study(
@@ -270,7 +291,8 @@ class Wanted:
 
     @property
     def key(self) -> str:
-        """All that decides the run's losses. Options of later versions are named if given."""
+        """What decides the run's losses, but for the text, which is Python's own, and the versions
+        of other packages than torch. Options of later versions are named if given."""
         decides = {**dataclasses.asdict(self), "torch": torch.__version__}
         for name in ("coefficient", "warmup_batches", "late"):
             if decides["method"][name] == getattr(Method, name):
@@ -621,6 +643,8 @@ def main() -> None:
             return
         study = dataclasses.replace(STUDIES[options.study], num_batches=options.num_batches)
         table = run_study(study, options.sizes, options.only, options.passes, workers)
+    if not table.results:
+        sys.exit(f"{options.kept} has no run of this study by torch {torch.__version__}")
     print(f"\n{table}")
     if options.json is not None:
         report = {

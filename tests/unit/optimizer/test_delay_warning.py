@@ -48,7 +48,7 @@ def test_adam_with_a_short_average_is_warned_of(kind: Any, schedule: str, m: int
 def test_muon_is_warned_of() -> None:
     (text,) = warnings_of(muon_and_adamw)
     assert text.startswith('Muon, schedule: "2bw": its gradients are late')
-    assert 'schedule="2bw_fresh" for nearly all' in text
+    assert 'schedule="2bw_fresh" and 2 microbatches or more for each stage for nearly all' in text
     assert warnings_of(muon_and_adamw, "2bw_fresh", 4) == []
     assert warnings_of(muon_and_adamw, staleness=pd2.ErrorFeedback()) == []
 
@@ -56,7 +56,7 @@ def test_muon_is_warned_of() -> None:
 def test_of_many_late_forwards_among_fresh_ones_it_is_told() -> None:
     for m, clip in ((2, {}), (4, {"max_grad_norm": 1.0})):
         (text,) = warnings_of(muon_and_adamw, "2bw_fresh", m, **clip)
-        assert "and more microbatches for nearly all" in text
+        assert "more, with more microbatches for nearly all" in text
     assert warnings_of(muon_and_adamw, "2bw_fresh", 6, max_grad_norm=1.0) == []
 
 
