@@ -249,9 +249,12 @@ STUDIES = {
 }
 DRAWN = [method.name for method in methods((4,)) if method.num_stages in (1, 8)]
 SAMPLE = [  # of short, at its rates
-    (optimizer, rate, Method("2bw_fresh", 4, 16, feedback))
-    for optimizer, rate in zip(DECISIVE, (0.004, 0.016), strict=True)
-    for feedback in (False, True)
+    ("AdamW, beta1 0.9", 0.004, Method("2bw_fresh", 4, 16)),
+    ("AdamW, beta1 0.9", 0.004, Method("2bw_fresh", 4, 16, feedback=True)),
+    ("Muon", 0.016, Method("2bw_fresh", 4, 16)),
+    ("Muon", 0.016, Method("2bw_fresh", 4, 16, feedback=True)),
+    ("NAdamW, beta1 0.98", 0.004, Method("2bw_fresh", 4, 16, feedback=True)),
+    ("SOAP", 0.032, Method("2bw_fresh", 4, 16, feedback=True)),
 ]
 PIPELINE, EMULATED = "pipeline", "emulated"
 ONE_BY_ONE = "emulated, microbatch by microbatch"
