@@ -18,6 +18,8 @@ namespace pd2::kernels {
 namespace {
 
 constexpr int kVectorBytes = 32;
+constexpr int kUnrolled = 16;
+constexpr bool kStreams = true;
 inline __m256 fused(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
 inline __m256d fused(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_pd(a, b, c); }
 inline __m256 root(__m256 a) { return _mm256_sqrt_ps(a); }

@@ -19,6 +19,8 @@ namespace pd2::kernels {
 namespace {
 
 constexpr int kVectorBytes = 64;
+constexpr int kUnrolled = 16;
+constexpr bool kStreams = true;
 // The unmasked intrinsics of roots and conversions read an undefined vector, which GCC 12 warns of.
 constexpr __mmask16 kAll16 = 0xFFFF;
 constexpr __mmask8 kAll8 = 0xFF;

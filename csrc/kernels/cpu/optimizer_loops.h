@@ -120,7 +120,7 @@ template <bool kStream, typename V, typename Weights, int kStates, typename Step
     prefetch(a.g + i, kLine);
     for (int s = 0; s < kStates; ++s) prefetch(a.state[s] + i, kLine);
     prefetch_kept<Weights>(fed, i, kLine);
-#pragma GCC unroll 16
+#pragma GCC unroll kUnrolled
     for (std::int64_t j = 0; j < kLine; j += V::kWidth) {
       step_vector<kStream, V>(a, i + j, step, fed, Whole());
     }
@@ -135,8 +135,8 @@ template <bool kStream, typename V, typename Weights, int kStates, typename Step
 template <typename V, typename Weights, int kStates, typename Step, typename Fed>
 void step_array(const Arrays<Weights, kStates>& a, std::int64_t n, const Step& step, const Fed& fed,
                 bool stream) {
-  if (stream) {
-    step_array<true, V>(a, n, step, fed);
+  if (kStreams && stream) {
+    step_array<kStreams, V>(a, n, step, fed);
   } else {
     step_array<false, V>(a, n, step, fed);
   }
