@@ -228,13 +228,13 @@ STUDIES = {
         LADDER[1:],
         (100, 101, 102),
         [
-            Pass(("SOAP", "NAdamW, beta1 0.98", "AdamW, beta1 0.9"), remedies(), num_seeds=2),
-            Pass(("SOAP, newest",), methods((2,)), num_seeds=2),
-            Pass(("SOAP", "Muon"), orders()),
-            Pass(("Muon",), remedies(), num_seeds=2),
+            Pass(("SOAP", "NAdamW, beta1 0.98", *DECISIVE), remedies(), num_seeds=2),
             Pass(
-                ("SOAP, newest",), [m for m in methods((1,)) if m.num_stages in (1, 4)], num_seeds=2
+                ("SOAP, newest",),
+                [*methods((2,)), *(Method("2bw_fresh", 4, 4, fed) for fed in (False, True))],
+                num_seeds=2,
             ),
+            Pass(("SOAP", "Muon"), orders()),
         ],
     ),
     "long": Study(
@@ -427,6 +427,8 @@ def by_pipeline(
     """``options``: of the pipeline, beside those of the method."""
     warnings.filterwarnings("ignore", message=".*its gradients are late")
     method = wanted.method
+    if method.late:
+        raise ValueError(f"{method.name}: a pipeline's schedule says what is late; emulate it")
     with pd2.PipelineModule(
         model,
         task.loss_fn,

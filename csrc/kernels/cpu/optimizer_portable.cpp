@@ -34,8 +34,6 @@ template <typename Register>
 inline Float16s float16_of(const Register& a) {
   return Float16s{float16_bits(a[0]), float16_bits(a[1]), float16_bits(a[2]), float16_bits(a[3])};
 }
-template <typename Register>
-inline void stream(void*, const Register&) {}
 inline void finish_streaming() {}
 
 }  // namespace

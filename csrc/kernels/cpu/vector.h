@@ -1,7 +1,7 @@
 // The vector of optimizer_loops.h, by the compiler's own vectors; included as that header is. What
 // differs from one instruction set to another an includer says before: kVectorBytes, kUnrolled,
-// kStreams (past the caches), and functions of registers: fused (a * b + c, rounded once), root,
-// float16_of, stream and finish_streaming.
+// kStreams, and functions of registers: fused (a * b + c, rounded once), root and float16_of. Where
+// kStreams says so they are stored past the caches, too: stream and finish_streaming.
 #pragma once
 
 #include "kernels/half.h"
