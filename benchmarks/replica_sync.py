@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from measuring.ranks import run_with_store
 from measuring.report import Figure, arguments, describe, machine, print_table, write_json
 from sklearn.datasets import load_digits
 from torch import nn
@@ -98,10 +98,9 @@ def train(
             return accuracy(pipe, *rows_of(None, skewed, held_out=True)), sync.every
 
 
-def measure(site: int, port: int, path: str, seeds: int, smoke: bool) -> None:
+def measure(site: int, store: dist.Store, path: str, seeds: int, smoke: bool) -> None:
     """A site's process; the first one writes the figures' values."""
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     intervals = INTERVALS[1:2] if smoke else INTERVALS
     ways = [(f"H = {every}", every) for every in intervals]
     ways.append(("SkewScout", pd2.SkewScout(INTERVALS[1:], threshold=0.02)))
@@ -142,16 +141,11 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0], rounds=3).parse_args()
     where = machine()
     print(describe(where))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     seeds = 1 if options.smoke else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "found"))
-        mp.start_processes(
-            measure,
-            args=(store.port, path, seeds, options.smoke),
-            nprocs=SITES,
-            start_method="fork" if options.smoke else "spawn",
-        )
+        method = "fork" if options.smoke else "spawn"
+        run_with_store(method, SITES, measure, path, seeds, options.smoke)
         figures = figures_of(torch.load(path))
     print_table(figures, judged=not options.smoke)
     write_json(options.json, where, figures, rounds=seeds, smoke=options.smoke)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,44 @@ def run_on_fresh_ranks(world_size: int, function: Callable[..., Any], *args: Any
     return _run_on("spawn", world_size, function, args)
 
 
-def _run_on(
-    method: str, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
-) -> list[Any]:
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when a rank loads torch
+def run_with_store(method: str, count: int, function: Callable[..., Any], *args: Any) -> None:
+    """Calls ``function(index, store, *args)`` in ``count`` processes; the store lives here.
+
+    ``method`` is how ``multiprocessing`` starts them. The store's thread works while a process
+    joins, and a process forked meanwhile would inherit locks that nobody releases: the C library's
+    for host names. So the processes join once all of them have started.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when a process loads torch
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name need not resolve
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    all_started = multiprocessing.get_context(method).Event()
+    processes = mp.start_processes(
+        _join_store,
+        args=(store.port, all_started, function, args),
+        nprocs=count,
+        join=False,
+        daemon=True,
+        start_method=method,
+    )
+    all_started.set()
+    while not processes.join():
+        pass
+
+
+def _join_store(
+    index: int, port: int, all_started: Event, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    all_started.wait()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    function(index, store, *args)
+
+
+def _run_on(
+    method: str, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _run_rank,
-            args=(world_size, store.port, folder, function, args),
-            nprocs=world_size,
-            daemon=True,
-            start_method=method,
-        )
+        run_with_store(method, world_size, _run_rank, world_size, folder, function, args)
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
 
 
@@ -87,8 +111,8 @@ def known_to_all(values: list[float]) -> list[float]:
 
 def _run_rank(
     rank: int,
+    store: dist.Store,
     world_size: int,
-    port: int,
     folder: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -99,7 +123,6 @@ def _run_rank(
         if world_size > len(cores):  # ranks that move between cores disturb each other
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
     if world_size > 1:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
         )
