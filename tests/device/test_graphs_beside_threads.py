@@ -100,12 +100,16 @@ def test_a_timeline_begins(pipeline: Pipeline) -> None:
 
 
 class Waiting(torch.optim.SGD):
-    """Waits for something before each step."""
+    """Waits for something before each step of a stage.
+
+    ``save()`` tries a step of its own in the thread that calls it, which has nothing to wait for.
+    """
 
     until: Callable[[], object] = bool
 
     def step(self, closure: Any = None) -> None:
-        self.until()
+        if threading.current_thread() is not threading.main_thread():
+            self.until()
         super().step()
 
 
