@@ -1,4 +1,4 @@
-"""Processes of ranks, forked from one process that has imported torch and done nothing else.
+"""Processes of ranks, forked from one process that has imported what most need, and no more.
 
 Importing torch takes a processor longer than most tests, and a test run starts hundreds of ranks.
 No rank inherits torch's threads: the process that is forked has started none. Where the import may
@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = ("torch", "torch.distributed.pipelining", "pipedream2bw")
+PRELOADED = ("torch", "torch.distributed.pipelining", "pipedream2bw", "pytest", "hypothesis")
 """By name: an import for its effect alone looks like one that may be removed, and once was."""
 
 
