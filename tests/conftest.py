@@ -20,8 +20,9 @@ THREADS = torch.get_num_threads()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """What torch and the tests' modules hold stays: the garbage collector need not look there."""
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_imported_stays() -> None:
+    # The garbage collector need not look there: for all of torch it would take half a second.
     gc.collect()
     gc.freeze()
 
