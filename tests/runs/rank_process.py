@@ -12,7 +12,7 @@ import ctypes
 import dataclasses
 import faulthandler
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import random
@@ -26,8 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = ("torch", "torch.distributed.pipelining", "pipedream2bw", "pytest", "hypothesis")
+PRELOADED = ("torch", "torch.distributed.pipelining", "pipedream2bw")
 """By name: an import for its effect alone looks like one that may be removed, and once was."""
+PRELOADED_WHERE_INSTALLED = ("pytest", "hypothesis")
+"""Benchmarks and the check of a GPU do without these."""
 
 
 @dataclasses.dataclass
@@ -139,7 +141,8 @@ def _write_exit_code(exit_file: Path, code: int) -> None:
 def _serve(parent: int, imported: Sequence[str]) -> Callable[[], None] | None:
     """Forks a rank for each request. Returns in the ranks, with what is to be run there."""
     _end_with_parent(parent)
-    for name in (*PRELOADED, *imported):
+    installed = filter(importlib.util.find_spec, PRELOADED_WHERE_INSTALLED)
+    for name in (*PRELOADED, *installed, *imported):
         importlib.import_module(name)
     if Path("/proc/self/task").exists():
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "threads, which no fork has"
