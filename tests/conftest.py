@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_imported_stays() -> None:
-    # The garbage collector need not look there: for all of torch it would take half a second.
+    # The garbage collector need not look there: for all of torch it would take 0.2 s each time.
     gc.collect()
     gc.freeze()
 

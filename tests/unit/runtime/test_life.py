@@ -28,7 +28,7 @@ PIPELINE = """
     import gc, os, random, signal, sys, threading, time
     import torch, pipedream2bw as pd2
     from torch import nn
-    gc.freeze()  # or each fork, when it ends, takes two seconds to look at all of torch's objects
+    gc.freeze()  # or each fork, when it ends, takes half a second to look at torch's objects
     torch.set_num_threads(1)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
